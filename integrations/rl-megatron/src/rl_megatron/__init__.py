@@ -1,0 +1,1 @@
+"""The strict operators inside stock Megatron-core."""

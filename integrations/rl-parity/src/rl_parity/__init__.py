@@ -1,0 +1,1 @@
+"""Runner, diagnostics and report: train and rollout, equal bit for bit."""

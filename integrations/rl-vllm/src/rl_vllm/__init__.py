@@ -1,0 +1,1 @@
+"""vLLM plugin: the strict operators inside stock vLLM."""

@@ -1,0 +1,1 @@
+"""Rotary positions and attention: one order for training, prefill, chunks and decode."""

@@ -1,0 +1,1 @@
+"""Collectives whose order of addition is fixed by rank."""

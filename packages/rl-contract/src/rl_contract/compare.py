@@ -1,0 +1,119 @@
+"""Bit comparison: integer verdicts first, then distances.
+
+Two values are equal when their bit patterns are. Hence -0.0 differs from +0.0, a NaN equals a NaN with the same payload,
+and a NaN with another payload is a mismatch.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rl_contract.errors import ContractError
+
+_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first element, in row-major order, whose bits differ."""
+
+    index: tuple[int, ...]
+    a: float
+    b: float
+    a_bits: str
+    b_bits: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Counts over the valid elements.
+
+    ``max_abs_diff`` and ``max_ulp`` are taken over pairs of finite values; a pair with a nonfinite value is counted in
+    ``nonfinite_count`` and, if its bits differ, in ``mismatch_count``.
+    """
+
+    valid_count: int
+    mismatch_count: int
+    nonfinite_count: int
+    max_abs_diff: float
+    max_ulp: int
+    first_mismatch: Mismatch | None
+
+    @property
+    def bitwise_equal(self) -> bool:
+        return self.mismatch_count == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "bitwise_equal": self.bitwise_equal}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The integer view of ``x``: same shape, same bytes."""
+    if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.contiguous().view(_INT_OF_SIZE[x.element_size()])
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    # maps the bit pattern to an int64 whose order and spacing are those of the floats, -0 and +0 both at zero
+    i = bits(x).to(torch.int64)
+    sign = -(2 ** (8 * x.element_size() - 1))
+    return torch.where(i < 0, sign - i, i)
+
+
+def compare(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) -> Verdict:
+    """Compare two tensors bit by bit.
+
+    Args:
+        a, b: same shape and dtype, floating or integer.
+        mask: bool, same shape; only elements where it is true are compared.
+
+    Raises:
+        ContractError: shapes, dtypes or mask do not match.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ContractError(
+            f"compare got {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}; "
+            "both must have one shape and dtype, convert before comparing"
+        )
+    if mask is not None and (mask.shape != a.shape or mask.dtype != torch.bool):
+        raise ContractError(
+            f"compare got a mask {tuple(mask.shape)} {mask.dtype}; it must be bool of shape {tuple(a.shape)}"
+        )
+    a, b = a.detach().cpu(), b.detach().cpu()
+    valid = torch.ones(a.shape, dtype=torch.bool) if mask is None else mask.detach().cpu()
+    differs = (bits(a) != bits(b)) & valid
+    mismatch_count = int(differs.sum())
+
+    nonfinite_count, max_abs_diff, max_ulp = 0, 0.0, 0
+    if a.is_floating_point():
+        finite = torch.isfinite(a) & torch.isfinite(b)
+        nonfinite_count = int((~finite & valid).sum())
+        at = differs & finite
+        if bool(at.any()):
+            max_abs_diff = float((a[at].double() - b[at].double()).abs().max())
+            if a.dtype != torch.float64:
+                max_ulp = int((_ordered(a[at]) - _ordered(b[at])).abs().max())
+            else:
+                max_ulp = max(abs(x - y) for x, y in zip(_ordered(a[at]).tolist(), _ordered(b[at]).tolist()))
+    elif mismatch_count:
+        max_abs_diff = float((a[differs].double() - b[differs].double()).abs().max())
+
+    first = None
+    if mismatch_count:
+        index = tuple(int(i) for i in differs.nonzero()[0])
+        first = Mismatch(index, float(a[index]), float(b[index]), _hex(a[index]), _hex(b[index]))
+    return Verdict(
+        valid_count=int(valid.sum()),
+        mismatch_count=mismatch_count,
+        nonfinite_count=nonfinite_count,
+        max_abs_diff=max_abs_diff,
+        max_ulp=max_ulp,
+        first_mismatch=first,
+    )
+
+
+def _hex(x: torch.Tensor) -> str:
+    width = 8 * x.element_size()
+    return f"0x{int(bits(x)) & (2**width - 1):0{width // 4}x}"

@@ -1,0 +1,47 @@
+"""Launch evidence: each opaque op records what it ran; a claim is made from these counts, never from configuration."""
+
+import threading
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kind of launch.
+
+    Attributes:
+        boundary: contract boundary, e.g. ``"gemm.row"``.
+        kernel: name of the kernel that ran, e.g. ``"rl_gemm.cpu.chain"``.
+        plan: plan id, or ``"-"`` where a kernel has one form only.
+        layout: e.g. ``"packed"``, ``"paged"``, ``"tp2"``; ``"-"`` where there is one.
+        phase: ``"eager"``, ``"capture"`` or ``"replay"``.
+    """
+
+    boundary: str
+    kernel: str
+    plan: str = "-"
+    layout: str = "-"
+    phase: str = "eager"
+
+
+_lock = threading.Lock()
+_counts: Counter[Launch] = Counter()
+
+
+def record_launch(launch: Launch, count: int = 1) -> None:
+    """Count one launch. Called inside the opaque op, so a compiled graph cannot skip it."""
+    with _lock:
+        _counts[launch] += count
+
+
+def launches() -> list[dict[str, Any]]:
+    """Everything recorded in this process since the last reset, sorted, with counts; ready for JSON."""
+    with _lock:
+        rows = [{**asdict(launch), "count": count} for launch, count in _counts.items()]
+    return sorted(rows, key=lambda r: (r["boundary"], r["kernel"], r["plan"], r["layout"], r["phase"]))
+
+
+def reset_launches() -> None:
+    with _lock:
+        _counts.clear()

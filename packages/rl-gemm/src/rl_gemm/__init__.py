@@ -1,0 +1,1 @@
+"""Linear layers and SwiGLU with a fixed order of addition."""

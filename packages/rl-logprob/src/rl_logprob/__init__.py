@@ -1,0 +1,1 @@
+"""Linear log-probability over a sharded vocabulary, with mismatch metrics."""

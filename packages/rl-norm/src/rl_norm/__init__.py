@@ -1,0 +1,1 @@
+"""RMSNorm whose bits depend on the row alone."""

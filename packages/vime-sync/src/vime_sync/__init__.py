@@ -1,0 +1,1 @@
+"""Policy timeline: weight manifests, versions, verified weight transfer."""
