@@ -19,7 +19,9 @@ class Communicator(Protocol):
         """Sum fp32 ``partial`` over ranks by the tree; round once to ``out_dtype`` (default fp32). Same bits on every rank."""
         ...
 
-    def reduce_scatter(self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def reduce_scatter(
+        self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """This rank's equal slice along ``dim`` of what ``all_reduce`` would give."""
         ...
 
@@ -37,7 +39,9 @@ class SingleRank:
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return partial if out_dtype is None else partial.to(out_dtype)
 
-    def reduce_scatter(self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def reduce_scatter(
+        self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         return self.all_reduce(partial, out_dtype=out_dtype)
 
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:

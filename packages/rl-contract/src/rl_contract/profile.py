@@ -51,7 +51,9 @@ class Settings:
         if self.dtype not in DTYPES:
             problems.append(f"dtype={self.dtype!r}, supported: {DTYPES}")
         if self.leaves < 1 or self.leaves & (self.leaves - 1):
-            problems.append(f"leaves={self.leaves}, supported: a power of two; use the larger TP size of the two engines")
+            problems.append(
+                f"leaves={self.leaves}, supported: a power of two; use the larger TP size of the two engines"
+            )
         if self.attention not in ("segments", "nosplit"):
             problems.append(f"attention={self.attention!r}, supported: 'segments', 'nosplit'")
         if self.key_tile < 1 or self.segment < 1 or self.segment % self.key_tile:

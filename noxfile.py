@@ -1,0 +1,135 @@
+"""Sessions over every project in packages/ and integrations/, which are found by listing.
+
+``nox -s parity`` is the main job: real vLLM and real Megatron-core on a CPU, equal bit for bit.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "typecheck", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+
+ROOT = Path(__file__).resolve().parent
+PROJECTS = {
+    p.parent.name: p.parent
+    for room in ("packages", "integrations")
+    for p in sorted(ROOT.glob(f"{room}/*/pyproject.toml"))
+}
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+PARITY_RUN = [
+    "--arm",
+    "both",
+    "--steps",
+    "5",
+    "--train",
+    "tp=2,cp=2",
+    "--rollout",
+    "tp=2,engines=2",
+    "--model",
+    "tiny-qwen3",
+]
+
+# asked only when the plain index has no CPU build of this torch: an unreachable extra index costs pip minutes
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CPU_TORCH = "torch==2.13.0+cpu"
+# these come with the engine, do not import beside a CPU torch, and nothing here uses them
+UNUSED_ENGINE_PARTS = ["torchvision", "torchaudio", "torchcodec"]
+
+
+def with_local_dependencies(name: str) -> list[str]:
+    """The project and every project of this repository it declares, dependencies first."""
+    declared = tomllib.loads((PROJECTS[name] / "pyproject.toml").read_text())["project"]["dependencies"]
+    found: list[str] = []
+    for requirement in declared:
+        dependency = re.split(r"[^A-Za-z0-9_-]", requirement, maxsplit=1)[0]
+        if dependency in PROJECTS:
+            found += [d for d in with_local_dependencies(dependency) if d not in found]
+    return [*found, name]
+
+
+def install_cpu_torch(session: nox.Session) -> None:
+    """The CPU build of torch: from the plain index if it is there, else from PyTorch's own."""
+    try:
+        session.install(CPU_TORCH, silent=True)
+    except nox.command.CommandFailed:
+        session.log(f"the plain index has no {CPU_TORCH}; asking PyTorch's CPU index")
+        session.install(CPU_TORCH, "--extra-index-url", TORCH_CPU_INDEX)
+
+
+def install_engines(session: nox.Session) -> None:
+    """vLLM's CPU build, megatron-core and Ray, at the versions the CPU proof is made with."""
+    install_cpu_torch(session)
+    session.install(CPU_TORCH, *GROUPS["engines"])
+    session.run("python", "-m", "pip", "uninstall", "-q", "-y", *UNUSED_ENGINE_PARTS)
+
+
+def install_projects(session: nox.Session, names: list[str]) -> None:
+    session.install(CPU_TORCH, *[str(PROJECTS[name]) for name in names])
+
+
+def install_everything(session: nox.Session) -> None:
+    install_engines(session)
+    install_projects(session, list(PROJECTS))
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """Five GRPO steps on both arms; ends with 0 only if the strict arm is equal bit for bit."""
+    install_everything(session)
+    arguments = session.posargs or [*PARITY_RUN, "--out", str(Path(session.create_tmp()) / "parity")]
+    if not session.posargs:
+        session.run("python", "-c", "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)", arguments[-1])
+    session.run("rl-parity", "run", *arguments)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every test that needs no GPU, engines included; paths or pytest options may follow ``--``."""
+    install_everything(session)
+    session.install(*GROUPS["test"])
+    session.run("python", "-m", "pytest", "-m", "not gpu", *(session.posargs or ["packages", "integrations", "tests"]))
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in PROJECTS])
+def tests_package(session: nox.Session, package: str) -> None:
+    """One project alone: only what it declares is installed. An integration also gets the engines."""
+    if PROJECTS[package].parent.name == "integrations":
+        install_engines(session)
+    else:
+        install_cpu_torch(session)
+    install_projects(session, with_local_dependencies(package))
+    session.install(*GROUPS["test"])
+    session.run("python", "-m", "pytest", "-m", "not gpu", str(PROJECTS[package]), *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    session.install(*GROUPS["lint"])
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    install_cpu_torch(session)
+    session.install(*GROUPS["typecheck"])
+    install_projects(session, [n for n, p in PROJECTS.items() if p.parent.name == "packages"])
+    for path in PROJECTS.values():
+        session.run("mypy", str(path / "src"))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheels of all; then rl-logprob from its wheel alone must import without any engine."""
+    session.install("build", "hatchling")
+    out = Path(session.create_tmp()) / "wheels"
+    for path in PROJECTS.values():
+        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(path), silent=True)
+    install_cpu_torch(session)
+    session.install(CPU_TORCH, "--find-links", str(out), "rl-logprob")
+    session.run("python", str(ROOT / "tools" / "check_import.py"), "rl_logprob")
