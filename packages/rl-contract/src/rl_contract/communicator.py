@@ -16,7 +16,7 @@ class Communicator(Protocol):
     def world_size(self) -> int: ...
 
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Sum fp32 ``partial`` over ranks by the tree; round once to ``out_dtype`` (default fp32). Same bits on every rank."""
+        """Sum fp32 ``partial`` by the tree, round once to ``out_dtype`` (default fp32). Same bits on every rank."""
         ...
 
     def reduce_scatter(

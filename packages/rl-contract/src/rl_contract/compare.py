@@ -1,7 +1,7 @@
 """Bit comparison: integer verdicts first, then distances.
 
-Two values are equal when their bit patterns are. Hence -0.0 differs from +0.0, a NaN equals a NaN with the same payload,
-and a NaN with another payload is a mismatch.
+Two values are equal when their bit patterns are. Hence -0.0 differs from +0.0, a NaN equals a NaN with the same
+payload, and a NaN with another payload is a mismatch.
 """
 
 from dataclasses import asdict, dataclass

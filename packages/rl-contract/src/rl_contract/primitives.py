@@ -1,7 +1,8 @@
 """IEEE-defined elementary functions as Numba functions: the same bits on every CPU, in every loop, at every width.
 
-Only rounded additions, multiplications and divisions, comparisons and exact scalings by powers of two are used, none of
-them contracted, so a compiler has no freedom: vectorised, unrolled and scalar forms agree. libm and SVML are never called.
+Only rounded additions, multiplications and divisions, comparisons and exact scalings by powers of two are used, none
+of them contracted, so a compiler has no freedom: vectorised, unrolled and scalar forms agree. libm and SVML are never
+called.
 
 Each function works in fp64 and rounds once to fp32, which leaves an error below 0.500001 ulp of fp32.
 NaN in gives NaN out.
@@ -112,7 +113,7 @@ def bf16_to_f32(u: int) -> float:
 
 @nb.njit(inline="always")
 def f32_to_bf16(x: float) -> int:
-    """The bf16 bit pattern nearest to ``x``, ties to even, as uint16; a NaN stays a quiet NaN with its sign, as in torch."""
+    """The bf16 bit pattern nearest to ``x``, ties to even, as uint16; every NaN becomes the quiet NaN 0x7fc0."""
     b = np.float32(x).view(np.uint32)
     rounded = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
     return np.uint16((rounded if x == x else np.uint32(0x7FC00000)) >> np.uint32(16))
