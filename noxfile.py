@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 ROOMS = ("packages", "integrations")
 PROJECTS = {p.parent.name: p.parent for room in ROOMS for p in sorted(ROOT.glob(f"{room}/*/pyproject.toml"))}
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
-PARITY_RUN = "--arm both --steps 5 --train tp=2,cp=2 --rollout tp=2,engines=2 --model tiny-qwen3".split()
+PARITY_RUN = "--arm both --steps 5 --train tp=2,cp=2 --rollout tp=2,engines=2 --model tiny-qwen3"
 
 # asked only when the plain index has no CPU build of this torch: an unreachable extra index costs pip minutes
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -66,7 +66,7 @@ def install_everything(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Five GRPO steps on both arms; ends with 0 only if the strict arm is equal bit for bit."""
     install_everything(session)
-    arguments = session.posargs or [*PARITY_RUN, "--out", str(Path(session.create_tmp()) / "parity")]
+    arguments = session.posargs or [*PARITY_RUN.split(), "--out", str(Path(session.create_tmp()) / "parity")]
     if not session.posargs:
         session.run("python", "-c", "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)", arguments[-1])
     session.run("rl-parity", "run", *arguments)
