@@ -1,0 +1,60 @@
+"""Autograd wrappers for tensor parallelism. Each states both directions; autograd adds no collective of its own.
+
+With ``comm`` None or a world of one, each is the identity.
+"""
+
+from typing import Any
+
+import torch
+
+from rl_contract import Communicator
+
+
+def copy_to_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
+    """The same ``x`` on every rank. Backward: the ranks' gradients, summed in fp32 by the tree, rounded once."""
+    return x if comm is None or comm.world_size == 1 else _CopyToRanks.apply(x, comm)
+
+
+def gather_from_ranks(x: torch.Tensor, comm: Communicator | None, dim: int = -1) -> torch.Tensor:
+    """Concatenate the ranks' ``x`` along ``dim``. Backward: this rank's slice of the gradient.
+
+    What follows must be computed alike on every rank, so that each already holds the whole gradient and no sum is due.
+    """
+    return x if comm is None or comm.world_size == 1 else _GatherFromRanks.apply(x, comm, dim)
+
+
+def reduce_from_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
+    """Tree sum of the ranks' ``x`` in fp32, rounded once to its type. Backward: the gradient as it is."""
+    return x if comm is None or comm.world_size == 1 else _ReduceFromRanks.apply(x, comm)
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.comm.all_reduce(grad.float(), out_dtype=grad.dtype), None
+
+
+class _GatherFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
+        ctx.comm, ctx.dim, ctx.width = comm, dim, x.shape[dim]
+        return comm.all_gather(x, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad.narrow(ctx.dim, ctx.comm.rank * ctx.width, ctx.width).contiguous(), None, None
+
+
+class _ReduceFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        return comm.all_reduce(x.float(), out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None

@@ -1,0 +1,236 @@
+"""``TreeCommunicator``: rl_contract's Communicator over a torch.distributed process group."""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_comm.mover import DTYPES, MAX_DIMS, Call, GlooMover, as_bytes
+from rl_comm.tree import WORLD_SIZES, tree_sum
+from rl_contract import ContractError, Launch, MissingSupport, record_launch
+
+_live: "weakref.WeakValueDictionary[int, TreeCommunicator]" = weakref.WeakValueDictionary()
+_handles = itertools.count()
+
+
+class TreeCommunicator:
+    """Collectives of one group of ranks; rank order is the group's.
+
+    A partial of at least ``two_shot_bytes`` is reduced in two steps (each rank sums its slice, slices are gathered),
+    a smaller one in one step (each rank gathers all partials and sums them). Each element is summed by the same tree
+    and rounded once in both, so the choice moves time, never bits.
+
+    Args:
+        group: a gloo process group; ``None`` is the default group.
+        two_shot_bytes: size of the fp32 partial from which on two steps are taken.
+
+    Raises:
+        MissingSupport: torch.distributed is not initialised, or the group's backend is not gloo.
+        ContractError: a world size other than 1, 2, 4, 8, or a process outside the group.
+    """
+
+    def __init__(self, group: Any = None, *, two_shot_bytes: int = 1 << 20) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise MissingSupport(
+                "TreeCommunicator needs an initialised torch.distributed; call init_process_group first, "
+                "or use rl_contract.SingleRank for a world of one"
+            )
+        group = dist.group.WORLD if group is None else group
+        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+            raise ContractError("this process is not in the group; build a TreeCommunicator on its members only")
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        if self.world_size not in WORLD_SIZES:
+            raise ContractError(
+                f"TreeCommunicator got a world of {self.world_size}, supported: {WORLD_SIZES}; "
+                "choose a power of two up to 8, so that shards are whole sub-trees"
+            )
+        # a group of several devices, e.g. "cpu:gloo,cuda:nccl", serves the CPU by its gloo part
+        backends = str(dist.get_backend_config(group))
+        if "gloo" not in backends:
+            raise MissingSupport(
+                f"TreeCommunicator got a group with backend {backends!r}, supported: gloo; "
+                "make one with torch.distributed.new_group(backend='gloo')"
+            )
+        self.two_shot_bytes = two_shot_bytes
+        self._mover = GlooMover(group, self.rank, self.world_size)
+        self._handle = next(_handles)
+        _live[self._handle] = self
+
+    def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Tree sum of fp32 ``partial``, rounded once to ``out_dtype`` (default fp32); same bits on every rank.
+
+        Raises:
+            ContractError: on every rank, when a partial is not fp32 or when the ranks' shapes or dtypes differ.
+        """
+        if self.world_size == 1:
+            self._refuse(self._call("all_reduce", partial), _not_fp32("all_reduce", partial))
+            return partial if out_dtype is None else partial.to(out_dtype)
+        return torch.ops.rl_comm.all_reduce(partial, out_dtype or torch.float32, self._handle)
+
+    def reduce_scatter(
+        self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """This rank's equal slice along ``dim`` of what ``all_reduce`` would give.
+
+        Raises:
+            ContractError: on every rank, as ``all_reduce``, and when ``dim`` is not divisible by the world size.
+        """
+        if self.world_size == 1:
+            self._refuse(self._call("reduce_scatter", partial), _not_fp32("reduce_scatter", partial))
+            return partial if out_dtype is None else partial.to(out_dtype)
+        return torch.ops.rl_comm.reduce_scatter(partial, dim, out_dtype or torch.float32, self._handle)
+
+    def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
+        """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first. Moves bytes, any dtype.
+
+        Raises:
+            ContractError: on every rank, when shapes or dtypes differ.
+        """
+        return x if self.world_size == 1 else torch.ops.rl_comm.all_gather(x, dim, self._handle)
+
+    def broadcast(self, x: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+        """The bytes of rank ``source``'s ``x``, on every rank; ``x`` itself is not written."""
+        call = self._call("broadcast", x, arg=source)
+        problem = _unmovable(call, x)
+        if not 0 <= source < self.world_size:
+            problem = ContractError(f"broadcast got source={source}, supported: 0..{self.world_size - 1}")
+        self._refuse(call, problem)
+        if self.world_size == 1:
+            return x
+        out = self._mover.broadcast(call, as_bytes(x), source)
+        self._record("broadcast", "bytes")
+        return out.view(x.dtype).reshape(x.shape)
+
+    def barrier(self) -> None:
+        """Return once every rank has come here."""
+        if self.world_size > 1:
+            nothing = torch.empty(0, dtype=torch.uint8)
+            self._mover.gather(self._call("barrier", nothing), nothing)
+
+    def _call(self, op: str, x: torch.Tensor, out_dtype: torch.dtype | None = None, arg: int = 0) -> Call:
+        return Call(op, x.dtype, out_dtype or x.dtype, arg, tuple(x.shape), x.device.type)
+
+    def _record(self, op: str, form: str) -> None:
+        record_launch(
+            Launch("collective", f"rl_comm.{self._mover.name}.{op}", plan=form, layout=f"world{self.world_size}")
+        )
+
+    def _refuse(self, call: Call, problem: Exception | None) -> None:
+        """Raise ``problem`` after the peers have seen this rank's header, so that none waits for its payload."""
+        if problem is not None:
+            if self.world_size > 1:
+                self._mover.gather(call, torch.empty(0, dtype=torch.uint8))
+            raise problem
+
+    def _all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        call = self._call("all_reduce", partial, out_dtype)
+        self._refuse(call, _unmovable(call, partial) or _not_fp32("all_reduce", partial))
+        if partial.numel() * 4 < self.two_shot_bytes:
+            out = tree_sum(self._gather(call, partial), out_dtype)
+            self._record("all_reduce", "one-shot")
+            return out
+        flat = partial.reshape(-1)
+        width = -(-flat.numel() // self.world_size)
+        padded = torch.nn.functional.pad(flat, (0, width * self.world_size - flat.numel()))
+        mine = self._sum_slices(call, padded.view(self.world_size, width), out_dtype)
+        out = self._gather(self._call("all_gather", mine), mine).reshape(-1)[: flat.numel()]
+        self._record("all_reduce", "two-shot")
+        return out.reshape(partial.shape).clone()
+
+    def _reduce_scatter(self, partial: torch.Tensor, dim: int, out_dtype: torch.dtype) -> torch.Tensor:
+        call = self._call("reduce_scatter", partial, out_dtype, dim)
+        problem = _unmovable(call, partial) or _not_fp32("reduce_scatter", partial) or _no_dim(partial, dim)
+        if problem is None and partial.shape[dim] % self.world_size:
+            problem = ContractError(
+                f"reduce_scatter got dimension {dim} of {partial.shape[dim]}, supported: a multiple of the world size "
+                f"{self.world_size}; pad it"
+            )
+        self._refuse(call, problem)
+        slices = torch.stack(partial.chunk(self.world_size, dim))
+        out = self._sum_slices(call, slices.view(self.world_size, -1), out_dtype)
+        self._record("reduce_scatter", "two-shot")
+        return out.view(slices.shape[1:])
+
+    def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        call = self._call("all_gather", x, arg=dim)
+        self._refuse(call, _unmovable(call, x) or _no_dim(x, dim))
+        parts = self._gather(call, x)
+        self._record("all_gather", "bytes")
+        return torch.cat(list(parts), dim=dim)
+
+    def _gather(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """[world_size, *x.shape]"""
+        rows = self._mover.gather(call, as_bytes(x))
+        return rows.contiguous().view(x.dtype).reshape(self.world_size, *x.shape)
+
+    def _sum_slices(self, call: Call, slices: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""
+        rows = self._mover.scatter(call, slices.contiguous().view(torch.uint8))
+        return tree_sum(rows.view(torch.float32), out_dtype)
+
+
+def _no_dim(x: torch.Tensor, dim: int) -> ContractError | None:
+    if -x.dim() <= dim < x.dim():
+        return None
+    return ContractError(f"got dim={dim} for a tensor of shape {tuple(x.shape)}; it must name one of its dimensions")
+
+
+def _not_fp32(op: str, partial: torch.Tensor) -> ContractError | None:
+    if partial.dtype == torch.float32:
+        return None
+    return ContractError(
+        f"{op} got a partial of {partial.dtype}, supported: torch.float32; "
+        "keep the partial sum in fp32, the result is rounded once to out_dtype"
+    )
+
+
+def _unmovable(call: Call, x: torch.Tensor) -> Exception | None:
+    if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
+        return ContractError(f"{call.op} got {x.dtype} in {x.dim()} dimensions, supported: {DTYPES}, up to {MAX_DIMS}")
+    if call.device != "cpu":
+        return MissingSupport(f"{call.op} over gloo got a tensor on {call.device}, supported: cpu; move it to the CPU")
+    return None
+
+
+def _communicator(handle: int) -> TreeCommunicator:
+    comm = _live.get(handle)
+    if comm is None:
+        raise ContractError(f"communicator {handle} no longer exists; keep the TreeCommunicator alive while it is used")
+    return comm
+
+
+@torch.library.custom_op("rl_comm::all_reduce", mutates_args=())
+def _all_reduce_op(partial: torch.Tensor, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
+    return _communicator(handle)._all_reduce(partial, out_dtype)
+
+
+@_all_reduce_op.register_fake
+def _(partial: torch.Tensor, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
+    return torch.empty_like(partial, dtype=out_dtype, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("rl_comm::reduce_scatter", mutates_args=())
+def _reduce_scatter_op(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
+    return _communicator(handle)._reduce_scatter(partial, dim, out_dtype)
+
+
+@_reduce_scatter_op.register_fake
+def _(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
+    shape = list(partial.shape)
+    shape[dim] //= _communicator(handle).world_size
+    return partial.new_empty(shape, dtype=out_dtype)
+
+
+@torch.library.custom_op("rl_comm::all_gather", mutates_args=())
+def _all_gather_op(x: torch.Tensor, dim: int, handle: int) -> torch.Tensor:
+    return _communicator(handle)._all_gather(x, dim)
+
+
+@_all_gather_op.register_fake
+def _(x: torch.Tensor, dim: int, handle: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] *= _communicator(handle).world_size
+    return x.new_empty(shape)

@@ -1,0 +1,133 @@
+"""Moving bytes between ranks. Nothing here adds: a mover returns what the peers hold, and the tree is summed locally.
+
+Every call first exchanges one block of fixed size: a header that says what the rank is about to move, and as much of
+the payload as fits. A rank whose call differs is thus found before any size-dependent transfer, on every rank alike;
+a small payload costs one exchange.
+"""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from rl_contract import ContractError
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+MAX_DIMS = 8
+_HEADER_WORDS = 16
+HEADER_BYTES = _HEADER_WORDS * 8
+BLOCK_BYTES = 16384
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank says it is doing; all fields must agree over the ranks."""
+
+    op: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    arg: int
+    shape: tuple[int, ...]
+    device: str = "cpu"
+
+    def words(self) -> list[int]:
+        head = [
+            OPS.index(self.op),
+            _code(self.dtype),
+            _code(self.out_dtype),
+            self.arg,
+            int(self.device != "cpu"),
+            len(self.shape),
+        ]
+        body = [*head, *self.shape[:MAX_DIMS]]
+        return body + [0] * (_HEADER_WORDS - len(body))
+
+    @staticmethod
+    def of(words: list[int]) -> str:
+        op, dtype, out_dtype, arg, off_cpu, dims = words[:6]
+        shape = tuple(words[6 : 6 + dims]) if dims <= MAX_DIMS else f"{dims} dimensions"
+        place = ", not on the CPU" if off_cpu else ""
+        return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place})"
+
+
+def _code(dtype: torch.dtype) -> int:
+    return DTYPES.index(dtype) if dtype in DTYPES else _UNKNOWN
+
+
+def _name(code: int) -> str:
+    return str(DTYPES[code]) if code >= 0 else "an unsupported dtype"
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``x``, uint8 of one dimension; no copy where ``x`` is contiguous."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class GlooMover:
+    """Direct exchange between all pairs of a gloo group: one step of latency, where a ring takes world_size - 1."""
+
+    name = "gloo"
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+        self.group, self.rank, self.world_size = group, rank, world_size
+
+    def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
+        head = min(payload.numel(), BLOCK_BYTES - HEADER_BYTES)
+        blocks = self._agree(call, payload[:head])
+        if payload.numel() == head:
+            return blocks[:, HEADER_BYTES : HEADER_BYTES + head]
+        rest = payload[head:]
+        received = payload.new_empty(self.world_size, rest.numel())
+        dist.all_to_all_single(received, rest.repeat(self.world_size), group=self.group)
+        return torch.cat((blocks[:, HEADER_BYTES : HEADER_BYTES + head], received), dim=1)
+
+    def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""
+        self._agree(call, payload[0, :0])
+        received = torch.empty_like(payload)
+        dist.all_to_all_single(received, payload, group=self.group)
+        return received
+
+    def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor:
+        """The source rank's ``payload``."""
+        head = min(payload.numel(), BLOCK_BYTES - HEADER_BYTES)
+        blocks = self._agree(call, payload[:head])
+        if payload.numel() == head:
+            return blocks[source, HEADER_BYTES : HEADER_BYTES + head].clone()
+        out = payload.clone()
+        dist.broadcast(out, group=self.group, group_src=source)
+        return out
+
+    def _agree(self, call: Call, head: torch.Tensor) -> torch.Tensor:
+        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+        block[:HEADER_BYTES] = torch.tensor(call.words(), dtype=torch.int64).view(torch.uint8)
+        block[HEADER_BYTES : HEADER_BYTES + head.numel()] = head
+        blocks = torch.empty(self.world_size, BLOCK_BYTES, dtype=torch.uint8)
+        dist.all_to_all_single(blocks, block.repeat(self.world_size), group=self.group)
+        headers = blocks[:, :HEADER_BYTES].contiguous().view(torch.int64)
+        if not bool((headers == headers[0]).all()):
+            self._refuse(headers.tolist())
+        return blocks
+
+    def _refuse(self, headers: list[list[int]]) -> NoReturn:
+        other = next(r for r, words in enumerate(headers) if words != headers[0])
+        raise ContractError(
+            f"ranks make different calls: rank 0 has {Call.of(headers[0])}, "
+            f"rank {other} has {Call.of(headers[other])}; "
+            "every rank of a group must make the same call with one shape and dtype"
+        )

@@ -1,0 +1,211 @@
+"""TreeCommunicator over gloo: one spawn per world size runs every check.
+
+The ranks are children of this file run as a script, since a spawned process can't import a test module.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, reduce_from_ranks, tree_sum
+from rl_contract import Communicator, ContractError, MissingSupport, launches, reset_launches
+
+SIZES = (1, 7, 4095, 4096, 4097, 300_001)
+
+
+def partials(world, shape, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    half = [torch.randn(shape, generator=g) * 1e3 for _ in range(world // 2)]
+    return torch.stack(half + [torch.randn(shape, generator=g) - x for x in half])
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check_reductions(rank, world):
+    one, two = TreeCommunicator(two_shot_bytes=1 << 40), TreeCommunicator(two_shot_bytes=0)
+    assert isinstance(one, Communicator)
+    for n in SIZES:
+        x = partials(world, (n,), seed=n)
+        for out_dtype in (None, torch.bfloat16):
+            want = tree_sum(x, out_dtype)
+            for comm in (one, two):
+                got = comm.all_reduce(x[rank], out_dtype=out_dtype)
+                assert same_bits(got, want), (n, out_dtype)
+                everyone = comm.all_gather(got.reshape(1, -1))
+                assert all(same_bits(row, want) for row in everyone)
+    # R35: a hidden size that is no multiple of 8, tokens on either side of the two-shot size
+    edge = TreeCommunicator(two_shot_bytes=4 * 100 * 101)
+    for tokens in (99, 100, 101):
+        x = partials(world, (tokens, 101))
+        assert same_bits(edge.all_reduce(x[rank]), tree_sum(x))
+    for dim, shape in ((0, (2 * world, 13)), (1, (5, 3 * world)), (-1, (3, 2, world))):
+        x = partials(world, shape)
+        want = tree_sum(x, torch.bfloat16).chunk(world, dim)[rank]
+        assert same_bits(one.reduce_scatter(x[rank], dim=dim, out_dtype=torch.bfloat16), want)
+    assert same_bits(one.all_reduce(x[rank].transpose(0, 1)), tree_sum(x).transpose(0, 1))
+    assert one.all_reduce(torch.empty(0, 5)).shape == (0, 5)
+
+
+def check_r38_size_never_decides(rank, world):
+    """The rows two calls of different size share have the same bits."""
+    comm = TreeCommunicator(two_shot_bytes=4 * 1800 * 320)
+    x = partials(world, (2048, 320))
+    small, large = comm.all_reduce(x[rank, :1664]), comm.all_reduce(x[rank])
+    forms = {row["plan"] for row in launches() if row["kernel"].endswith("all_reduce")}
+    assert {"one-shot", "two-shot"} <= forms
+    assert same_bits(small, large[:1664])
+
+
+def check_movement(rank, world):
+    comm = TreeCommunicator()
+    for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.uint8, torch.float32):
+        x = torch.arange(rank * 30, rank * 30 + 30).reshape(5, 6).to(dtype)
+        for dim in (0, 1, -1):
+            want = torch.cat([torch.arange(r * 30, r * 30 + 30).reshape(5, 6).to(dtype) for r in range(world)], dim)
+            assert same_bits(comm.all_gather(x, dim=dim), want)
+        for n in (30, 100_000):
+            y = torch.full((n,), rank).to(dtype)
+            assert same_bits(comm.broadcast(y, source=world - 1), torch.full((n,), world - 1).to(dtype))
+            assert same_bits(y, torch.full((n,), rank).to(dtype))
+    # a NaN's payload and the sign of zero survive
+    odd = [torch.tensor([0x7FC12345 + r, -(2**31)], dtype=torch.int32).view(torch.float32) for r in range(world)]
+    assert same_bits(comm.all_gather(odd[rank]), torch.cat(odd))
+    comm.barrier()
+
+
+def check_backward(rank, world):
+    """R41: each wrapper's gradient is that of the function of all ranks' inputs, nothing summed twice."""
+    comm = TreeCommunicator()
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(6, 4 * world, generator=g)
+    w = torch.randn(4 * world, 5, generator=g)
+    dy = torch.randn(6, 5, generator=g)
+
+    full = x.double().requires_grad_()
+    (full @ w.double()).backward(dy.double())
+
+    # column parallel, then gathered
+    leaf = x.clone().requires_grad_()
+    v = torch.randn(4 * world, 8 * world, generator=g)
+    dz = torch.randn(6, 8 * world, generator=g)
+    z = gather_from_ranks(copy_to_ranks(leaf, comm) @ v.chunk(world, 1)[rank], comm, -1)
+    assert z.shape == dz.shape
+    z.backward(dz)
+    torch.testing.assert_close(leaf.grad, dz @ v.T, rtol=1e-4, atol=1e-4)
+    everyone = comm.all_gather(leaf.grad[None])
+    assert all(same_bits(row, leaf.grad) for row in everyone)
+
+    # row parallel, then reduced
+    mine = x.chunk(world, 1)[rank].clone().requires_grad_()
+    reduce_from_ranks(mine @ w.chunk(world, 0)[rank], comm).backward(dy)
+    torch.testing.assert_close(mine.grad.double(), full.grad.chunk(world, 1)[rank], rtol=1e-5, atol=1e-5)
+
+    half = torch.randn(9, dtype=torch.bfloat16, generator=g).requires_grad_()
+    parts = torch.randn(world, 9, generator=g).bfloat16()
+    copy_to_ranks(half, comm).backward(parts[rank])
+    assert same_bits(half.grad, tree_sum(parts.float(), torch.bfloat16))
+
+
+def check_refusals(rank, world):
+    comm = TreeCommunicator()
+    last = world - 1
+    cases = [
+        (
+            lambda: comm.all_reduce(torch.ones(4, dtype=torch.bfloat16)),
+            r"partial of torch.bfloat16, supported: torch.float32",
+        ),
+        (lambda: comm.all_reduce(torch.ones(5 if rank == last else 4)), rf"rank {last} has all_reduce\(shape \(5,\)"),
+        (lambda: comm.all_reduce(torch.ones(1 << 20 if rank == last else 4)), rf"rank {last} has .*1048576"),
+        (lambda: comm.all_gather(torch.ones(4).to(torch.int64 if rank == last else torch.float32)), r"torch\.int64"),
+        (lambda: comm.all_gather(torch.ones(4), dim=2 if rank == last else 0), "dim or source 2"),
+        (lambda: comm.all_gather(torch.ones(4), dim=2), "dim=2 for a tensor of shape"),
+        (lambda: comm.all_gather(torch.ones(4, dtype=torch.complex64)), "complex64"),
+        (lambda: comm.all_gather(torch.ones([1] * 9)), "9 dimensions"),
+        (lambda: comm.reduce_scatter(torch.ones(world + 1)), "multiple of the world size"),
+        (lambda: comm.broadcast(torch.ones(4), source=world), f"source={world}"),
+        (lambda: comm.barrier() if rank == last else comm.all_reduce(torch.ones(4)), "rank 0 has all_reduce"),
+        (lambda: comm.all_reduce(torch.ones(4), out_dtype=torch.bfloat16 if rank else None), r"out torch\.bfloat16"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ContractError, match=message):
+            call()
+    # the group is still in step
+    assert float(comm.all_reduce(torch.ones(1))) == world
+
+
+def check_groups(rank, world):
+    solo = [dist.new_group([r]) for r in range(world)][rank]
+    alone = TreeCommunicator(solo)
+    assert alone.world_size == 1
+    x = torch.randn(5)
+    assert same_bits(alone.all_reduce(x, out_dtype=torch.bfloat16), x.bfloat16())
+    with pytest.raises(ContractError, match=r"partial of torch\.float64"):
+        alone.all_reduce(x.double())
+    if world == 4:
+        three = dist.new_group([0, 1, 2])
+        if rank < 3:
+            with pytest.raises(ContractError, match="world of 3, supported"):
+                TreeCommunicator(three)
+        else:
+            with pytest.raises(ContractError, match="not in the group"):
+                TreeCommunicator(three)
+
+
+def check_compiled(rank, world):
+    """A compiler sees one opaque op."""
+    comm = TreeCommunicator()
+    x = partials(world, (3, 8))
+    compiled = torch.compile(lambda p: comm.all_reduce(p * 1.0, out_dtype=torch.bfloat16) + 0, backend="eager")
+    assert same_bits(compiled(x[rank]), tree_sum(x, torch.bfloat16))
+
+
+CHECKS = [check_reductions, check_r38_size_never_decides, check_movement, check_backward, check_refusals, check_groups]
+
+
+def run_rank(rank, world, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    reset_launches()
+    for check in CHECKS + ([check_compiled] if world == 2 else []):
+        check(rank, world)
+    if rank == 0:
+        with open(os.path.join(folder, "launches.json"), "w") as f:
+            json.dump(launches(), f)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_layout_ranks_equal_the_tree(world, tmp_path):
+    done = subprocess.run(
+        [sys.executable, __file__, str(world), str(tmp_path)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads((tmp_path / "launches.json").read_text())
+    kernels = {row["kernel"] for row in rows}
+    assert {"rl_comm.gloo.all_reduce", "rl_comm.gloo.reduce_scatter", "rl_comm.gloo.all_gather"} <= kernels
+    assert {row["layout"] for row in rows} == {f"world{world}"}
+
+
+def test_a_group_of_another_backend_is_refused():
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        with pytest.raises(MissingSupport, match="supported: gloo"):
+            TreeCommunicator()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(run_rank, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]))
