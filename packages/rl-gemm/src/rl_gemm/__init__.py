@@ -1,1 +1,5 @@
 """Linear layers and SwiGLU with a fixed order of addition."""
+
+from rl_gemm.layers import column_parallel_linear, linear, row_parallel_linear, swiglu
+
+__all__ = ["column_parallel_linear", "linear", "row_parallel_linear", "swiglu"]

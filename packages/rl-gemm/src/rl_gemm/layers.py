@@ -1,0 +1,219 @@
+"""The public linear layers and SwiGLU, with their gradients."""
+
+from typing import Any
+
+import torch
+from rl_contract import Communicator, ContractError
+from torch import Tensor
+
+from rl_gemm import ops
+
+
+def add_to_main_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+    """Add fp32 ``grad`` to ``weight.main_grad`` where that is fp32 and return None; else return it in the weight's type."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or main_grad.dtype != torch.float32:
+        return grad.to(weight.dtype)
+    main_grad.add_(grad.view_as(main_grad))
+    return None
+
+
+def _local_leaves(leaves: int, comm: Communicator | None) -> int:
+    world = 1 if comm is None else comm.world_size
+    if leaves % world:
+        raise ContractError(
+            f"leaves={leaves} on {world} ranks; leaves must be a multiple of the TP size, use leaves={world}"
+        )
+    return leaves // world
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [M, K]
+        weight: Tensor,  # [N, K]
+        bias: Tensor | None,
+        comm: Communicator | None,
+        leaves: int,
+        fused: int,
+        out_dtype: torch.dtype,
+        column: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.comm, ctx.leaves, ctx.fused, ctx.column = comm, leaves, fused, column
+        return _forward(x, weight, bias, comm, leaves, out_dtype, column)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        comm, boundary = ctx.comm, "gemm.column" if ctx.column else "gemm.row"
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            if ctx.column:
+                root = ops.grad_input(dy, weight, _local_leaves(ctx.leaves, comm), ctx.fused, boundary)
+                dx = root.to(x.dtype) if comm is None else comm.all_reduce(root, out_dtype=x.dtype)
+            else:
+                dx = ops.grad_input(dy, weight, 1, 1, boundary).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
+        if bias is not None and ctx.needs_input_grad[2]:
+            ones = torch.ones((len(dy), 1), dtype=dy.dtype, device=dy.device)
+            db = add_to_main_grad(bias, ops.grad_weight(dy, ones, boundary)[:, 0])
+        return dx, dw, db, None, None, None, None, None
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    comm: Communicator | None,
+    leaves: int,
+    out_dtype: torch.dtype,
+    column: bool,
+) -> Tensor:
+    if column:
+        return ops.matmul(x, weight, bias, 1, out_dtype, "gemm.column")
+    if comm is None or comm.world_size == 1:
+        return ops.matmul(x, weight, bias, leaves, out_dtype, "gemm.row")
+    root = ops.matmul_tree(x, weight, _local_leaves(leaves, comm), "gemm.row")
+    if bias is None:
+        return comm.all_reduce(root, out_dtype=out_dtype)
+    return ops.finish(comm.all_reduce(root), bias, out_dtype)
+
+
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    comm: Communicator | None,
+    leaves: int,
+    fused: int,
+    out_dtype: torch.dtype | None,
+    column: bool,
+) -> Tensor:
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[-1] == 0:
+        raise ContractError(
+            f"linear got x {tuple(x.shape)} and weight {tuple(weight.shape)}; needs x [..., K] and weight [N, K] with one K > 0"
+        )
+    out_dtype = out_dtype or x.dtype
+    rows = x.reshape(-1, x.shape[-1])
+    needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.is_grad_enabled() and needs_grad:
+        y = _Linear.apply(rows, weight, bias, comm, leaves, fused, out_dtype, column)
+    else:
+        y = _forward(rows, weight, bias, comm, leaves, out_dtype, column)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+    fused: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Linear layer whose outputs are sharded: a chain over K, bias in fp32, one rounding.
+
+    Args:
+        x: [..., K], bf16 or fp32, the same on every rank.
+        weight: [N/t, K] of x's type, rank r's rows.
+        bias: [N/t] or None.
+        comm: the t ranks; only the gradient of x needs them.
+        leaves: G, a multiple of t; the gradient of x is tree(G) over the global N, rounded once.
+        fused: 2 where weight is [gate; up] stacked; leaf g is then the g-th part of both.
+        out_dtype: default x's type; float32 returns the accumulator.
+
+    Returns:
+        [..., N/t] of ``out_dtype``.
+
+    Raises:
+        ContractError: shapes or types outside the contract, or N not divisible into the leaves.
+        MissingSupport: a device without kernels.
+    """
+    if fused not in (1, 2):
+        raise ContractError(f"fused={fused}; supported: 1, or 2 for a [gate; up] weight")
+    ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), fused)
+    return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True)
+
+
+def row_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Linear layer whose inputs are sharded: tree(G) over the global K, bias in fp32, one rounding; equal on every rank.
+
+    Args:
+        x: [..., K/t], bf16 or fp32, rank r's part.
+        weight: [N, K/t] of x's type.
+        bias: [N] or None, the same on every rank, added once after the reduction.
+        comm: the t ranks that hold the parts of K.
+        leaves: G, a multiple of t; K must be divisible by G. The gradient of x is a chain over N.
+        out_dtype: default x's type.
+
+    Returns:
+        [..., N] of ``out_dtype``.
+
+    Raises:
+        ContractError: shapes or types outside the contract, or K not divisible into the leaves.
+        MissingSupport: a device without kernels.
+    """
+    ops.check_leaves("K/t", x.shape[-1], _local_leaves(leaves, comm))
+    return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    leaves: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The linear layer of one rank: the bits of a column-parallel layer for ``leaves=1``, else of a row-parallel one.
+
+    x [..., K], weight [N, K], bias [N] or None -> [..., N]; types and errors as in the parallel layers.
+    """
+    if leaves == 1:
+        return column_parallel_linear(x, weight, bias, out_dtype=out_dtype)
+    return row_parallel_linear(x, weight, bias, leaves=leaves, out_dtype=out_dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return ops.swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return ops.swiglu_backward(dy, gate_up)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """g / (1 + exp(-g)) * u in fp32, one rounding to the model's type.
+
+    Args:
+        gate_up: [..., 2F] = [gate, up], bf16 or fp32.
+
+    Returns:
+        [..., F] of the same type.
+
+    Raises:
+        ContractError: an odd last dimension or another type.
+        MissingSupport: a device without kernels.
+    """
+    if gate_up.dim() < 1 or gate_up.shape[-1] == 0 or gate_up.shape[-1] % 2:
+        raise ContractError(f"swiglu got {tuple(gate_up.shape)}; needs [..., 2F] = [gate, up] with F > 0")
+    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    y = _SwiGLU.apply(rows) if torch.is_grad_enabled() and gate_up.requires_grad else ops.swiglu(rows)
+    return y.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

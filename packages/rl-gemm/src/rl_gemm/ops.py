@@ -1,0 +1,238 @@
+"""Opaque custom ops over the kernels: checks, launch counts, choice by device. Autograd lives in ``layers.py``."""
+
+import torch
+from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract.threads import for_ranges
+from torch import Tensor
+
+from rl_gemm import cpu, cpu_swiglu
+from rl_gemm.contract import TOKEN_BLOCK
+
+MODEL_TYPES = (torch.bfloat16, torch.float32)
+_COLUMN, _ROW = "gemm.column", "gemm.row"
+
+
+def check_type(what: str, x: Tensor) -> None:
+    if x.dtype not in MODEL_TYPES:
+        raise ContractError(f"{what} is {x.dtype}; supported: bfloat16, float32; convert the model to one of these")
+
+
+def check_device(*tensors: Tensor) -> None:
+    kinds = {t.device.type for t in tensors}
+    if kinds != {"cpu"}:
+        raise MissingSupport(f"rl_gemm got tensors on {sorted(kinds)}; supported: all on cpu; move them there")
+
+
+def check_leaves(name: str, length: int, leaves: int, fused: int = 1) -> None:
+    if leaves < 1 or leaves & (leaves - 1):
+        raise ContractError(f"tree({leaves}): supported are powers of two; use the larger TP size of the two engines")
+    if length % (leaves * fused):
+        sections = f"{fused} sections of " if fused > 1 else ""
+        raise ContractError(
+            f"tree({leaves}) needs {name} divisible by {sections}{leaves} leaves, got {name}={length}; use fewer leaves or pad"
+        )
+
+
+def _check_matmul(x: Tensor, weight: Tensor, leaves: int) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ContractError(
+            f"matmul got x {tuple(x.shape)} and weight {tuple(weight.shape)}; needs x [M, K] and weight [N, K] with one K"
+        )
+    if x.shape[1] == 0:
+        raise ContractError("matmul got K=0; supported: K of at least 1")
+    check_type("x", x)
+    if weight.dtype != x.dtype:
+        raise ContractError(
+            f"matmul got x {x.dtype} and weight {weight.dtype}; both must have one type, convert one of them"
+        )
+    check_leaves("K", x.shape[1], leaves)
+    check_device(x, weight)
+
+
+def _check_out(bias: Tensor | None, n: int, out_dtype: torch.dtype) -> None:
+    if out_dtype not in MODEL_TYPES:
+        raise ContractError(f"out_dtype={out_dtype}; supported: bfloat16, float32")
+    if bias is not None:
+        check_type("bias", bias)
+        if bias.shape != (n,):
+            raise ContractError(f"bias has shape {tuple(bias.shape)}; needs [{n}], one per output")
+
+
+def _gemm(a: Tensor, b: Tensor, leaves: int, fused: int = 1, merge: int = cpu.TREE) -> Tensor:
+    """[M, K] x [N, K] -> fp32 [M, N]; either side may be a transposed view."""
+    a = a.float()
+    if b.stride(0) != 1 and b.stride(1) != 1:
+        b = b.contiguous()
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty((m, n), dtype=torch.float32)
+    if m == 0 or n == 0:
+        return out
+    head = (
+        a.data_ptr(),
+        a.stride(0),
+        a.stride(1),
+        b.data_ptr(),
+        b.stride(0),
+        b.stride(1),
+        int(b.dtype == torch.bfloat16),
+    )
+    tail = (out.data_ptr(), m, n, k, leaves, fused, merge)
+    units = -(-m // cpu.ROWS) * -(-n // cpu.COLUMNS)
+    # a, b and out stay referenced here until every range is done
+    for_ranges(lambda first, last: cpu.gemm(*head, *tail, first, last), units, 2.0 * m * n * k)
+    return out
+
+
+def finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The last steps of every forward: bias in fp32, one rounding. ``total`` is fresh fp32 and may be reused."""
+    if bias is not None:
+        total += bias
+    return total.to(out_dtype)
+
+
+@torch.library.custom_op("rl_gemm::matmul_tree", mutates_args=(), device_types="cpu")
+def matmul_tree(x: Tensor, weight: Tensor, leaves: int = 1, boundary: str = _ROW) -> Tensor:
+    """x [M, K], weight [N, K] -> fp32 [M, N]: ``leaves`` chains over K joined by the balanced tree.
+
+    On rank r of t call it with the local K and ``leaves = G / t``; the result is the rank's sub-tree root.
+
+    Raises:
+        ContractError: shapes, types, or K not divisible by ``leaves``.
+        MissingSupport: a device without kernels.
+    """
+    _check_matmul(x, weight, leaves)
+    record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"tree{leaves}"))
+    return _gemm(x, weight, leaves)
+
+
+@matmul_tree.register_fake
+def _(x: Tensor, weight: Tensor, leaves: int = 1, boundary: str = _ROW) -> Tensor:
+    _check_matmul(x, weight, leaves)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("rl_gemm::matmul", mutates_args=(), device_types="cpu")
+def matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = _COLUMN
+) -> Tensor:
+    """As ``matmul_tree``, then bias in fp32 and one rounding to ``out_dtype``."""
+    _check_matmul(x, weight, leaves)
+    _check_out(bias, weight.shape[0], out_dtype)
+    record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"tree{leaves}"))
+    return finish(_gemm(x, weight, leaves), bias, out_dtype)
+
+
+@matmul.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = _COLUMN
+) -> Tensor:
+    _check_matmul(x, weight, leaves)
+    _check_out(bias, weight.shape[0], out_dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+def _check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> None:
+    if dy.dim() != 2 or weight.dim() != 2 or dy.shape[1] != weight.shape[0]:
+        raise ContractError(
+            f"grad_input got dy {tuple(dy.shape)} and weight {tuple(weight.shape)}; needs dy [M, N] and weight [N, K] with one N"
+        )
+    check_type("dy", dy)
+    check_type("weight", weight)
+    if fused not in (1, 2):
+        raise ContractError(f"fused={fused}; supported: 1, or 2 for a [gate; up] weight")
+    check_leaves("N", dy.shape[1], leaves, fused)
+    check_device(dy, weight)
+
+
+@torch.library.custom_op("rl_gemm::grad_input", mutates_args=(), device_types="cpu")
+def grad_input(dy: Tensor, weight: Tensor, leaves: int = 1, fused: int = 1, boundary: str = _COLUMN) -> Tensor:
+    """dy [M, N], weight [N, K] -> fp32 [M, K]: tree(``leaves``) over N. ``fused=2``: leaf g is the g-th part of both halves of N."""
+    _check_grad_input(dy, weight, leaves, fused)
+    record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"grad_input{leaves}"))
+    return _gemm(dy, weight.t(), leaves, fused)
+
+
+@grad_input.register_fake
+def _(dy: Tensor, weight: Tensor, leaves: int = 1, fused: int = 1, boundary: str = _COLUMN) -> Tensor:
+    _check_grad_input(dy, weight, leaves, fused)
+    return dy.new_empty((dy.shape[0], weight.shape[1]), dtype=torch.float32)
+
+
+def _check_grad_weight(dy: Tensor, x: Tensor) -> None:
+    if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
+        raise ContractError(
+            f"grad_weight got dy {tuple(dy.shape)} and x {tuple(x.shape)}; needs dy [T, N] and x [T, K] with one T"
+        )
+    check_type("dy", dy)
+    check_type("x", x)
+    check_device(dy, x)
+
+
+@torch.library.custom_op("rl_gemm::grad_weight", mutates_args=(), device_types="cpu")
+def grad_weight(dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> Tensor:
+    """dy [T, N], x [T, K] -> fp32 [N, K]: chains over blocks of 64 tokens from token 0, blocks folded left."""
+    _check_grad_weight(dy, x)
+    record_launch(Launch(boundary, "rl_gemm.cpu.gemm", "grad_weight"))
+    return _gemm(dy.t(), x.t(), TOKEN_BLOCK, merge=cpu.FOLD)
+
+
+@grad_weight.register_fake
+def _(dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> Tensor:
+    _check_grad_weight(dy, x)
+    return dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
+
+
+def _check_swiglu(gate_up: Tensor) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ContractError(f"swiglu got {tuple(gate_up.shape)}; needs [M, 2F] = [gate, up]")
+    check_type("gate_up", gate_up)
+    check_device(gate_up)
+
+
+def _array(x: Tensor):  # type: ignore[no-untyped-def]
+    x = x.detach().contiguous()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+@torch.library.custom_op("rl_gemm::swiglu", mutates_args=(), device_types="cpu")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[M, 2F] = [gate, up] -> [M, F] of the same type."""
+    _check_swiglu(gate_up)
+    record_launch(Launch("swiglu", "rl_gemm.cpu_swiglu.forward"))
+    m, f = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((m, f), dtype=gate_up.dtype)
+    source, target = _array(gate_up), _array(out)
+    for_ranges(lambda first, last: cpu_swiglu.forward(source, target, first, last), m, 50.0 * m * f)
+    return out
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    _check_swiglu(gate_up)
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+
+def _check_swiglu_backward(dy: Tensor, gate_up: Tensor) -> None:
+    _check_swiglu(gate_up)
+    if dy.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dy.dtype != gate_up.dtype:
+        raise ContractError(
+            f"swiglu_backward got dy {tuple(dy.shape)} {dy.dtype} for gate_up {tuple(gate_up.shape)} {gate_up.dtype}; "
+            "needs [M, F] of the same type"
+        )
+
+
+@torch.library.custom_op("rl_gemm::swiglu_backward", mutates_args=(), device_types="cpu")
+def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """dy [M, F], gate_up [M, 2F] -> [M, 2F] of the same type, each element rounded once."""
+    _check_swiglu_backward(dy, gate_up)
+    record_launch(Launch("swiglu", "rl_gemm.cpu_swiglu.backward"))
+    out = torch.empty(gate_up.shape, dtype=gate_up.dtype)
+    dy_, source, target = _array(dy), _array(gate_up), _array(out)
+    for_ranges(lambda first, last: cpu_swiglu.backward(dy_, source, target, first, last), len(dy_), 100.0 * dy.numel())
+    return out
+
+
+@swiglu_backward.register_fake
+def _(dy: Tensor, gate_up: Tensor) -> Tensor:
+    _check_swiglu_backward(dy, gate_up)
+    return gate_up.new_empty(gate_up.shape)
