@@ -4,18 +4,27 @@ from vime_sync import layout
 from vime_sync.client import EngineClient, ShardDigests
 from vime_sync.digest import tensor_digest, tensor_digests
 from vime_sync.layout import from_hf, from_vllm, shard_digests, to_hf, vllm_shards
+from vime_sync.manifest import Entry, Manifest
 from vime_sync.shape import ModelShape
+from vime_sync.transfer import Weights, read_weights, write_weights
+from vime_sync.version import PolicyVersion
 
 __all__ = [
     "EngineClient",
+    "Entry",
+    "Manifest",
     "ModelShape",
+    "PolicyVersion",
     "ShardDigests",
+    "Weights",
     "from_hf",
     "from_vllm",
     "layout",
+    "read_weights",
     "shard_digests",
     "tensor_digest",
     "tensor_digests",
     "to_hf",
     "vllm_shards",
+    "write_weights",
 ]

@@ -12,7 +12,7 @@ ShardDigests = dict[tuple[int, str], str]
 class EngineClient(Protocol):
     """One rollout engine (all its tensor-parallel workers).
 
-    The publisher calls ``pause``, ``clear_caches``, ``begin``, ``transfer``, ``shard_digests``, ``finish``,
+    The publisher calls ``begin``, ``pause``, ``clear_caches``, ``transfer``, ``shard_digests``, ``finish``,
     ``resume`` in this order. Every method blocks until the engine has done it and raises on failure; none may report
     success early.
     """
@@ -27,6 +27,14 @@ class EngineClient(Protocol):
         """Tensor-parallel size."""
         ...
 
+    def begin(self, session: str) -> None:
+        """Claim the engine for ``session``; it keeps serving. Raise, changing nothing, when another session holds it."""
+        ...
+
+    def cancel(self, session: str) -> None:
+        """Give up a claim under which nothing was paused or transferred; the engine goes on as it was."""
+        ...
+
     def pause(self) -> None:
         """Stop scheduling and wait until the device is idle. Requests in flight are aborted or will be recomputed."""
         ...
@@ -36,10 +44,6 @@ class EngineClient(Protocol):
 
         An HTTP status is no answer: some engines say 200 while blocks are still held.
         """
-        ...
-
-    def begin(self, session: str) -> None:
-        """Open an update for ``session``. Raise when another session's update is open."""
         ...
 
     def transfer(self, path: Path, version: str) -> None:
@@ -69,6 +73,6 @@ class EngineClient(Protocol):
     def poison(self, reason: str) -> None:
         """Refuse to generate and to resume until a later full update has finished. Must work in any state.
 
-        It also abandons an open session, so that the full update that heals the engine can begin.
+        It also drops an open session, so that the full update that heals the engine can begin.
         """
         ...

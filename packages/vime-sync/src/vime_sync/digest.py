@@ -1,12 +1,16 @@
 """sha256 of a tensor's bytes in row-major order: the one digest that manifests, shards and engines share."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from rl_contract import ContractError
+
+T = TypeVar("T")
 
 _CHUNK_BYTES = 64 << 20
 
@@ -27,18 +31,25 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return sha.hexdigest()
 
 
-def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], *, threads: int = 2) -> Iterator[tuple[str, str]]:
-    """``(name, digest)`` in the order given; sha256 releases the interpreter, so two threads use two cores.
+def map_tensors(
+    function: Callable[[torch.Tensor], T], tensors: Iterable[tuple[str, torch.Tensor]], *, threads: int = 2
+) -> Iterator[tuple[str, T]]:
+    """``(name, function(tensor))`` in the order given; sha256 releases the interpreter, so two threads use two cores.
 
-    At most ``2 * threads`` tensors are held at a time, whatever the length of ``tensors``.
+    At most ``2 * threads`` tensors are held at a time, however long ``tensors`` is.
     """
-    window = 2 * threads
+    pending: deque[tuple[str, Future[T]]] = deque()
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        pending: list = []
         for name, tensor in tensors:
-            pending.append((name, pool.submit(tensor_digest, tensor)))
-            if len(pending) >= window:
-                done, future = pending.pop(0)
+            pending.append((name, pool.submit(function, tensor)))
+            if len(pending) >= 2 * threads:
+                done, future = pending.popleft()
                 yield done, future.result()
-        for done, future in pending:
+        while pending:
+            done, future = pending.popleft()
             yield done, future.result()
+
+
+def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], *, threads: int = 2) -> Iterator[tuple[str, str]]:
+    """``(name, tensor_digest(tensor))`` in the order given."""
+    return map_tensors(tensor_digest, tensors, threads=threads)

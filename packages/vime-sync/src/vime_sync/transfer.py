@@ -1,0 +1,246 @@
+"""Weights as a directory of safetensors files plus manifest.json: whole or not there, and verified when read.
+
+On shared memory (``/dev/shm``) this moves weights between processes of one host; on a disk it is a checkpoint.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rl_contract import ContractError
+from vime_sync.digest import map_tensors, tensor_digest
+from vime_sync.manifest import DTYPES, Manifest, nonfinite_count
+from vime_sync.version import PolicyVersion
+
+MANIFEST_FILE = "manifest.json"
+_SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
+
+
+def write_weights(
+    directory: str | os.PathLike[str],
+    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    version: PolicyVersion,
+    manifest: Manifest,
+    *,
+    max_file_bytes: int = 2 << 30,
+) -> Path:
+    """Write the tensors of ``manifest`` into the new directory ``directory`` and return its path.
+
+    Files are written and flushed in a hidden sibling which is renamed at the end, so that no reader ever sees a part.
+    Tensors come over to the host one file (``max_file_bytes``) at a time.
+
+    Raises:
+        ContractError: the directory exists; the version carries another digest than the manifest; a tensor is missing,
+            extra, or has another type or shape than the manifest says. Nothing is left behind.
+    """
+    target = Path(directory)
+    if target.exists():
+        raise ContractError(f"{target} exists; a version is written once, give a new directory")
+    if not manifest.digest.startswith(version.digest):
+        raise ContractError(f"version {version} does not carry the manifest's digest {manifest.digest[:12]}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        files = _write_files(staging, pairs, manifest, max_file_bytes)
+        described = {"version": f"{version.run_id}:{version.step}:{manifest.digest}", "files": files}
+        described["manifest"] = json.loads(manifest.to_json())
+        (staging / MANIFEST_FILE).write_text(json.dumps(described, indent=1))
+        for path in [*staging.iterdir(), staging]:
+            _fsync(path)
+        # mkdtemp makes it private to this user; the engine may run as another
+        staging.chmod(0o755)
+        staging.rename(target)
+        _fsync(target.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return target
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """The tensors of a directory, read one at a time and only when asked for. Close it, or use it as a context."""
+
+    def __init__(self, path: Path, version: PolicyVersion, manifest: Manifest, files: Mapping[str, str]) -> None:
+        self.path, self.version, self.manifest = path, version, manifest
+        self._files = files
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._handle(name).get_tensor(name)
+
+    def slice(self, name: str) -> Any:
+        """A lazy slice: ``weights.slice(name)[rows, columns]`` reads those bytes only."""
+        return self._handle(name).get_slice(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.names)
+
+    def __len__(self) -> int:
+        return len(self.manifest.entries)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
+
+    def __enter__(self) -> "Weights":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _handle(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._open:
+            handle: Any = safe_open(self.path / file, framework="pt")
+            self._open[file] = handle.__enter__()
+        return self._open[file]
+
+
+def read_weights(
+    directory: str | os.PathLike[str],
+    expected: PolicyVersion | Manifest | None = None,
+    *,
+    check_bytes: bool = True,
+) -> Weights:
+    """Open a directory of ``write_weights`` and verify it.
+
+    Args:
+        expected: the version or the manifest that the directory must hold.
+        check_bytes: also digest every tensor and look for NaN. A worker that reads only its slice may leave that out:
+            its shard digests are compared after loading.
+
+    Raises:
+        ContractError: one error that lists every missing, extra, mis-shaped, mistyped, altered, nonfinite or
+            unreadable (truncated) tensor and file, or that another version is there.
+    """
+    path = Path(directory)
+    version, manifest, files = _read_manifest(path)
+    problems: list[str] = []
+    if isinstance(expected, PolicyVersion) and not expected.matches(version):
+        problems.append(f"holds version {version}, expected was {expected}")
+    if isinstance(expected, Manifest):
+        problems += expected.differences(manifest)
+    weights = Weights(path, version, manifest, files)
+    readable = _check_headers(weights, problems)
+    if check_bytes:
+        found = map_tensors(
+            lambda t: (tensor_digest(t), nonfinite_count(t)), ((name, weights[name]) for name in readable)
+        )
+        for name, (digest, bad) in found:
+            if digest != manifest[name].sha256:
+                problems.append(f"{name} has digest {digest[:12]}, the manifest says {manifest[name].sha256[:12]}")
+            if bad:
+                problems.append(f"{name} holds {bad} NaN or infinite values")
+    if problems:
+        weights.close()
+        raise ContractError(f"weights in {path}: " + "; ".join(problems))
+    return weights
+
+
+def _write_files(
+    staging: Path, pairs: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, max_file_bytes: int
+) -> dict[str, str]:
+    expected = {entry.name: entry for entry in manifest.entries}
+    files: dict[str, str] = {}
+    batch: dict[str, torch.Tensor] = {}
+    problems: list[str] = []
+    size = count = 0
+
+    def flush() -> None:
+        nonlocal size, count
+        if batch and not problems:
+            save_file(batch, staging / f"weights-{count:05d}.safetensors")
+        count, size = count + 1, 0
+        batch.clear()
+
+    for name, tensor in pairs:
+        entry = expected.get(name)
+        if entry is None or name in files:
+            problems.append(f"{name} is {'given twice' if name in files else 'not in the manifest'}")
+            continue
+        if DTYPES.get(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
+            given = f"{tensor.dtype} {tuple(tensor.shape)}"
+            problems.append(f"{name} is {given}, the manifest says {entry.dtype} {entry.shape}")
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if batch and size + nbytes > max_file_bytes:
+            flush()
+        files[name] = f"weights-{count:05d}.safetensors"
+        batch[name] = _own_storage(tensor)
+        size += nbytes
+    flush()
+    problems += [f"{name} is missing" for name in expected if name not in files]
+    if problems:
+        raise ContractError("weights do not fit their manifest: " + "; ".join(problems))
+    return files
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    # safetensors refuses tensors that share a storage, as views of a fused parameter do
+    host = tensor.detach().cpu().contiguous()
+    return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
+
+
+def _read_manifest(path: Path) -> tuple[PolicyVersion, Manifest, dict[str, str]]:
+    try:
+        described = json.loads((path / MANIFEST_FILE).read_text())
+        version = PolicyVersion.parse(described["version"])
+        manifest = Manifest.from_json(json.dumps(described["manifest"]))
+        files = {str(name): str(file) for name, file in described["files"].items()}
+    except (OSError, KeyError, AttributeError, TypeError, json.JSONDecodeError) as error:
+        raise ContractError(
+            f"{path} holds no readable {MANIFEST_FILE} ({error!r}); write it with write_weights"
+        ) from error
+    if version.digest != manifest.digest:
+        raise ContractError(f"{path}: version {version} does not carry the manifest's digest {manifest.digest[:12]}")
+    if unlisted := [name for name in manifest.names if name not in files]:
+        raise ContractError(f"{path}/{MANIFEST_FILE} names no file for {', '.join(unlisted)}")
+    if outside := sorted({file for file in files.values() if Path(file).name != file}):
+        raise ContractError(f"{path}/{MANIFEST_FILE} points outside its directory: {', '.join(outside)}")
+    return version, manifest, files
+
+
+def _check_headers(weights: Weights, problems: list[str]) -> list[str]:
+    # the names whose header is right and whose bytes can therefore be read
+    expected = {entry.name: entry for entry in weights.manifest.entries}
+    readable: list[str] = []
+    present: set[str] = set()
+    for file in sorted(set(weights._files.values())):
+        try:
+            with safe_open(weights.path / file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a dict)
+                    entry = expected.get(name)
+                    if entry is None or weights._files.get(name) != file:
+                        problems.append(f"{file} holds {name}, which the manifest does not list there")
+                        continue
+                    present.add(name)
+                    view = handle.get_slice(name)
+                    dtype = _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
+                    shape = tuple(view.get_shape())
+                    if (dtype, shape) == (entry.dtype, entry.shape):
+                        readable.append(name)
+                    else:
+                        problems.append(f"{name} is {dtype} {shape}, the manifest says {entry.dtype} {entry.shape}")
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{file} cannot be read ({error})")
+            present |= {name for name, at in weights._files.items() if at == file}
+    problems += [f"{name} is missing" for name in expected if name not in present]
+    return readable
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

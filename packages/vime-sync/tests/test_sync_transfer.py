@@ -1,0 +1,221 @@
+"""A label is tied to bytes, and a directory of weights is whole, right, or refused with everything wrong listed."""
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from rl_contract import ContractError
+from vime_sync import Manifest, PolicyVersion, read_weights, write_weights
+
+
+def tensors():
+    g = torch.Generator().manual_seed(1)
+    return {
+        "b.weight": torch.randn(65, 33, generator=g).to(torch.bfloat16),
+        "a.weight": torch.randn(7, 129, generator=g),
+        "norm.weight": torch.ones(65, dtype=torch.bfloat16),
+        "scalar": torch.tensor(-0.0),
+    }
+
+
+def write(path, named=None, step=3, **options):
+    named = tensors() if named is None else named
+    manifest = Manifest.from_tensors(named)
+    version = PolicyVersion("run", step, manifest.digest)
+    return write_weights(path, named, version, manifest, **options), version, manifest
+
+
+def refused(call, *texts):
+    with pytest.raises(ContractError) as error:
+        call()
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_manifest_digest_follows_bytes_types_and_names_not_order():
+    named = tensors()
+    base = Manifest.from_tensors(named)
+    assert base.names == list(named)
+    assert Manifest.from_tensors(dict(reversed(named.items()))).digest == base.digest
+    assert Manifest.from_json(base.to_json()) == base
+    assert base.differences(Manifest.from_json(base.to_json())) == []
+    changed = {name: tensor.clone() for name, tensor in named.items()}
+    changed["b.weight"].view(torch.int16)[64, 32] ^= 1
+    changed["scalar"] = torch.tensor(0.0)
+    changed["norm.weight"] = changed["norm.weight"].float()
+    changed["a.weight"] = changed["a.weight"].reshape(129, 7)
+    changed["new"] = changed.pop("scalar")
+    other = Manifest.from_tensors(changed, config_digests={"tokenizer": "x"})
+    assert other.digest != base.digest
+    found = "; ".join(base.differences(other))
+    for text in (
+        "scalar is missing",
+        "new is extra",
+        "b.weight has other bytes",
+        "norm.weight is float32, not bfloat16",
+        "a.weight has shape (129, 7), not (7, 129)",
+        "config tokenizer is x, not None",
+    ):
+        assert text in found
+    assert len(base.differences(other)) == 7
+    for name in ("b.weight", "norm.weight", "a.weight"):
+        assert Manifest.from_tensors({**named, name: changed[name]}).digest != base.digest
+    assert Manifest.from_tensors(named, config_digests={"rope": "1"}).digest != base.digest
+    assert Manifest.from_tensors(named, base_version="run:2:0123456789ab").digest == base.digest
+
+
+def test_manifest_lists_every_tensor_that_must_not_be_published():
+    named = tensors()
+    named["b.weight"][3, 3] = float("nan")
+    named["a.weight"][0, 0] = -float("inf")
+    named["ids"] = torch.zeros(3, dtype=torch.int64)
+    pairs = [*named.items(), ("scalar", torch.tensor(1.0))]
+    refused(
+        lambda: Manifest.from_tensors(pairs),
+        "b.weight holds 1 NaN",
+        "a.weight holds 1 NaN or infinite",
+        "ids is torch.int64",
+        "scalar is given twice",
+    )
+    refused(lambda: Manifest.from_tensors({}), "no tensor")
+
+
+def test_manifest_altered_or_cut_text_is_refused():
+    text = Manifest.from_tensors(tensors()).to_json()
+    refused(lambda: Manifest.from_json(text[:-20]), "not a manifest")
+    refused(lambda: Manifest.from_json(text.replace("norm.weight", "norm.weighs")), "altered")
+
+
+@given(
+    run=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
+    step=st.integers(0, 10**9),
+    digest=st.binary(min_size=32, max_size=32),
+)
+def test_version_string_round_trip(run, step, digest):
+    version = PolicyVersion(run, step, digest.hex())
+    parsed = PolicyVersion.parse(str(version))
+    assert str(parsed) == str(version)
+    assert parsed.matches(version)
+    assert version.matches(parsed)
+    assert not parsed.matches(PolicyVersion(run, step + 1, digest.hex()))
+    flipped = f"{int(digest.hex()[0], 16) ^ 1:x}" + digest.hex()[1:]
+    assert not parsed.matches(PolicyVersion(run, step, flipped))
+
+
+@pytest.mark.parametrize(
+    "text", ["default", "", "a:b", "a:1:xyz", "a:-1:0123456789ab", "a:01:0123456789ab", "a:1:0123456789ab:c"]
+)
+def test_version_that_is_no_version_is_refused(text):
+    with pytest.raises(ContractError):
+        PolicyVersion.parse(text)
+
+
+@pytest.mark.parametrize("max_file_bytes", [1, 5000, 2 << 30])
+def test_weights_come_back_bitwise_lazily_and_by_slice(tmp_path, max_file_bytes):
+    path, version, manifest = write(tmp_path / "v3", max_file_bytes=max_file_bytes)
+    with read_weights(path, version) as weights:
+        assert weights.version == version
+        assert weights.manifest == manifest
+        assert list(weights) == list(tensors())
+        for name, tensor in tensors().items():
+            assert weights[name].dtype == tensor.dtype
+            assert torch.equal(
+                weights[name].view(torch.uint8) if tensor.dim() else weights[name],
+                tensor.view(torch.uint8) if tensor.dim() else tensor,
+            )
+        assert torch.equal(weights.slice("b.weight")[3:9, 5:7], tensors()["b.weight"][3:9, 5:7])
+    assert os.listdir(tmp_path) == ["v3"]
+
+
+def test_weights_that_share_a_storage_are_written(tmp_path):
+    fused = torch.randn(12, 4).to(torch.bfloat16)
+    named = {"q": fused[:8], "k": fused[8:], "t": fused.t()}
+    path, _, manifest = write(tmp_path / "v", named)
+    with read_weights(path, manifest) as weights:
+        assert all(torch.equal(weights[name], tensor) for name, tensor in named.items())
+
+
+def test_weights_that_do_not_fit_the_manifest_leave_nothing_behind(tmp_path):
+    named = tensors()
+    manifest = Manifest.from_tensors(named)
+    version = PolicyVersion("run", 0, manifest.digest)
+    wrong = {
+        **named,
+        "extra": torch.zeros(1),
+        "a.weight": named["a.weight"].double(),
+        "b.weight": named["b.weight"][:3],
+    }
+    del wrong["scalar"]
+    refused(
+        lambda: write_weights(tmp_path / "v", wrong, version, manifest),
+        "extra is not in the manifest",
+        "a.weight is torch.float64",
+        "b.weight is torch.bfloat16 (3, 33)",
+        "scalar is missing",
+    )
+    refused(lambda: write_weights(tmp_path / "v", named, PolicyVersion("run", 0, "0" * 64), manifest), "does not carry")
+    assert os.listdir(tmp_path) == []
+    write_weights(tmp_path / "v", named, version, manifest)
+    refused(lambda: write_weights(tmp_path / "v", named, version, manifest), "exists")
+
+
+def test_weights_changed_between_manifest_and_write_are_refused_on_read(tmp_path):
+    named = tensors()
+    manifest = Manifest.from_tensors(named)
+    named["norm.weight"].view(torch.int16)[64] ^= 1
+    write_weights(tmp_path / "v", named, PolicyVersion("run", 0, manifest.digest), manifest)
+    refused(lambda: read_weights(tmp_path / "v"), "norm.weight has digest")
+
+
+def test_weights_read_lists_everything_that_is_wrong(tmp_path):
+    path, _, _ = write(tmp_path / "v", max_file_bytes=1)
+    file_of = json.loads((path / "manifest.json").read_text())["files"]
+    altered = load_file(path / file_of["b.weight"])
+    altered["b.weight"][0, 0] = float("nan")
+    altered["stranger"] = torch.zeros(1)
+    save_file(altered, path / file_of["b.weight"])
+    save_file({"a.weight": torch.zeros(3)}, path / file_of["a.weight"])
+    save_file({"other": torch.zeros(3)}, path / file_of["norm.weight"])
+    (path / file_of["scalar"]).write_bytes((path / file_of["scalar"]).read_bytes()[:-2])
+    refused(
+        lambda: read_weights(path, PolicyVersion("run", 4, "0" * 64)),
+        "holds version run:3",
+        "b.weight has digest",
+        "b.weight holds 1 NaN",
+        "holds stranger",
+        "a.weight is float32 (3,), the manifest says float32 (7, 129)",
+        "norm.weight is missing",
+        "cannot be read",
+    )
+    (path / file_of["a.weight"]).unlink()
+    refused(lambda: read_weights(path, check_bytes=False), f"{file_of['a.weight']} cannot be read")
+
+
+def test_weights_with_a_manifest_that_is_cut_altered_or_absent_are_refused(tmp_path):
+    path, version, _ = write(tmp_path / "v")
+    text = (path / "manifest.json").read_text()
+    for broken, named in (
+        (text[:-30], "no readable manifest.json"),
+        (text.replace("norm.weight", "norm.weighs", 1), "names no file|altered"),
+        (text.replace(version.digest, "0" * 64, 1), "does not carry"),
+        (text.replace("weights-00000", "../weights-00000"), "outside its directory"),
+        ("[]", "no readable manifest.json"),
+    ):
+        (path / "manifest.json").write_text(broken)
+        with pytest.raises(ContractError, match=named):
+            read_weights(path)
+    refused(lambda: read_weights(tmp_path / "nowhere"), "no readable manifest.json")
+
+
+def test_weights_killed_while_writing_are_not_visible(tmp_path, monkeypatch):
+    import vime_sync.transfer as transfer
+
+    monkeypatch.setattr(transfer, "save_file", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "v")
+    assert os.listdir(tmp_path) == []
