@@ -1,1 +1,16 @@
 """Rotary positions and attention: one order for training, prefill, chunks and decode."""
+
+from rl_attn.attention import attention_packed, attention_paged, rotary, segments_of, write_paged
+from rl_attn.paged import PagedKV
+from rl_attn.rope import RopeTable, rope_table
+
+__all__ = [
+    "PagedKV",
+    "RopeTable",
+    "attention_packed",
+    "attention_paged",
+    "rope_table",
+    "rotary",
+    "segments_of",
+    "write_paged",
+]

@@ -1,0 +1,200 @@
+"""The public functions: argument checks, then the ops."""
+
+import torch
+
+from rl_attn import ops
+from rl_attn.checks import (
+    refuse_variants,
+    require_cu_seqlens,
+    require_device,
+    require_dtype,
+    require_heads,
+    require_tiles,
+)
+from rl_attn.paged import PagedKV
+from rl_attn.rope import RopeTable
+from rl_contract import ContractError
+
+
+def segments_of(length: int, segment: int = 512) -> int:
+    """How many segments a row folds that sees ``length`` keys."""
+    return -(-length // segment)
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: RopeTable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by their absolute positions (half-split layout); differentiable in q and k.
+
+    Args:
+        q: ``[T, Hq, D]``, bf16 or fp32. k: ``[T, Hkv, D]``, same dtype; Hq and Hkv are independent.
+        positions: ``[T]`` int64 or int32.
+        table: from ``rope_table``; ``table.rotary_dim`` may be below D, the rest of a head passes through.
+
+    Raises:
+        ContractError: shapes, dtypes, or a position outside the table.
+        MissingSupport: a device without kernels.
+    """
+    require_device("rotary", q, k, positions)
+    require_dtype("rotary", q=q, k=k)
+    if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ContractError(f"rotary got q {tuple(q.shape)}, k {tuple(k.shape)}; supported: [T, Hq, D] and [T, Hkv, D]")
+    if positions.shape != q.shape[:1] or positions.dtype not in (torch.int32, torch.int64):
+        raise ContractError(
+            f"rotary got positions {tuple(positions.shape)} {positions.dtype}; supported: int64 [{q.shape[0]}]"
+        )
+    if table.rotary_dim > q.shape[2]:
+        raise ContractError(f"rotary got rotary_dim={table.rotary_dim} for head_dim={q.shape[2]}; build another table")
+    cos, sin = table.on(q.device)
+    return ops.rotary(q, k, positions, cos, sin, False)
+
+
+def attention_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    scale: float,
+    key_tile: int = 64,
+    segment: int = 512,
+    return_lse: bool = False,
+    **variants: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over packed sequences; differentiable in q, k and v.
+
+    Args:
+        q: ``[Tq, Hq, D]``, bf16 or fp32. k, v: ``[Tk, Hkv, D]``, same dtype. D a multiple of 8 up to 256.
+        cu_seqlens_q, cu_seqlens_k: int ``[sequences + 1]``, cumulative lengths; a sequence may be empty.
+        positions: int ``[Tq]``, absolute position of each query inside its own sequence, below the sequence's keys;
+            default: the last rows of the sequence.
+        scale: factor on scores, usually ``D ** -0.5``.
+        key_tile, segment: keys per tile and per segment; part of the contract.
+        variants: names of other attention kinds (``causal``, ``sliding_window``, ``softcap``, ...), refused unless neutral.
+
+    Returns:
+        out ``[Tq, Hq, D]`` as q; with ``return_lse`` also the natural log of the sum, fp32 ``[Tq, Hq]``, without gradient.
+
+    Raises:
+        ContractError: shapes, dtypes, lengths, positions or a variant that the contract does not cover.
+        MissingSupport: a device without kernels.
+    """
+    where = "attention_packed"
+    refuse_variants(where, variants)
+    require_device(where, q, k, v)
+    require_dtype(where, q=q, k=k, v=v)
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ContractError(
+            f"{where} got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; supported: q [Tq, Hq, D], "
+            "k and v [Tk, Hkv, D]"
+        )
+    require_heads(where, q.shape[1], k.shape[1], q.shape[2])
+    require_tiles(where, scale, key_tile, segment)
+    require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    positions = _checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
+    out, lse = ops.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, float(scale), key_tile, segment)
+    return (out, lse.detach()) if return_lse else out
+
+
+def _checked_positions(
+    where: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, positions: torch.Tensor | None
+) -> torch.Tensor:
+    """int64 [Tq], each in [0, keys of its sequence)."""
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ContractError(
+            f"{where} got {cu_seqlens_q.numel() - 1} sequences of queries and {cu_seqlens_k.numel() - 1} of keys; "
+            "both cu_seqlens must describe the same sequences"
+        )
+    cu_q, cu_k = cu_seqlens_q.long(), cu_seqlens_k.long()
+    q_lens, k_lens = cu_q.diff(), cu_k.diff()
+    row_keys = torch.repeat_interleave(k_lens, q_lens)
+    if positions is None:
+        first = torch.repeat_interleave(k_lens - q_lens - cu_q[:-1], q_lens)
+        positions = torch.arange(row_keys.numel()) + first
+    elif positions.shape != row_keys.shape or positions.dtype not in (torch.int32, torch.int64):
+        raise ContractError(
+            f"{where} got positions {tuple(positions.shape)} {positions.dtype}; supported: int64 [{row_keys.numel()}]"
+        )
+    bad = (positions < 0) | (positions >= row_keys)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ContractError(
+            f"{where} got position {int(positions[row])} in row {row}, whose sequence has {int(row_keys[row])} keys; "
+            "a query needs its own key: pass keys up to the last query"
+        )
+    return positions.long()
+
+
+def attention_paged(
+    q: torch.Tensor,
+    cache: PagedKV,
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    key_tile: int = 64,
+    segment: int = 512,
+    return_lse: bool = False,
+    **variants: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over a paged cache: prefill, chunks, prefix hits and decode alike; no gradient.
+
+    Args:
+        q: ``[Tq, Hq, D]``, the rows of all requests, no padding. The keys of these rows are already in the cache.
+        cache: ``PagedKV``.
+        query_start_loc: int ``[requests + 1]``. seq_lens: int ``[requests]``, keys of each request (context plus its
+            queries); the request's queries are its last positions.
+        block_table: int ``[requests, pages]``; entries behind a request's length are never read.
+        scale, key_tile, segment, return_lse, variants: as in ``attention_packed``.
+
+    Returns:
+        as ``attention_packed``.
+
+    Raises:
+        ContractError: shapes, dtypes, page ids, lengths or a variant that the contract does not cover.
+        MissingSupport: a device without kernels.
+    """
+    where = "attention_paged"
+    refuse_variants(where, variants)
+    require_device(where, q, cache.k, block_table)
+    require_dtype(where, q=q, cache=cache.k)
+    if q.dim() != 3 or q.shape[2] != cache.head_dim:
+        raise ContractError(
+            f"{where} got q {tuple(q.shape)} for a cache of head_dim {cache.head_dim}; supported: [Tq, Hq, D]"
+        )
+    require_heads(where, q.shape[1], cache.num_kv_heads, cache.head_dim)
+    require_tiles(where, scale, key_tile, segment)
+    requests = seq_lens.numel()
+    if query_start_loc.shape != (requests + 1,) or block_table.dim() != 2 or block_table.shape[0] != requests:
+        raise ContractError(
+            f"{where} got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, block_table "
+            f"{tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
+        )
+    out, lse = ops.paged(q, cache.k, cache.v, query_start_loc, seq_lens, block_table, float(scale), key_tile, segment)
+    return (out, lse) if return_lse else out
+
+
+def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store keys and values at their slots, in place.
+
+    Args:
+        k, v: ``[T, Hkv, D]`` of the cache's dtype. slot_mapping: int ``[T]``, ``block * block_size + offset``; a negative
+            slot is padding and is skipped.
+
+    Raises:
+        ContractError: shapes, dtypes, or a slot beyond the cache; nothing is written then.
+    """
+    where = "write_paged"
+    require_device(where, cache.k, k, v, slot_mapping)
+    require_dtype(where, k=k, v=v, cache=cache.k)
+    expected = (slot_mapping.numel(), cache.num_kv_heads, cache.head_dim)
+    if tuple(k.shape) != expected or tuple(v.shape) != expected or slot_mapping.dim() != 1:
+        raise ContractError(
+            f"{where} got k {tuple(k.shape)}, v {tuple(v.shape)}, slot_mapping {tuple(slot_mapping.shape)}; supported: "
+            f"{expected} and [{expected[0]}]"
+        )
+    ops.write(cache.k, cache.v, k.detach(), v.detach(), slot_mapping)

@@ -1,0 +1,77 @@
+"""Refusals shared by the public functions: what was given, what is supported, what to do."""
+
+from typing import Any
+
+import torch
+
+from rl_contract import ContractError, MissingSupport
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def require_device(where: str, *tensors: torch.Tensor) -> None:
+    """All on one device, and that device has kernels."""
+    devices = {x.device for x in tensors}
+    if len(devices) != 1:
+        raise ContractError(f"{where} got tensors on {sorted(map(str, devices))}; all must be on one device")
+    device = next(iter(devices)).type
+    if device != "cpu":
+        raise MissingSupport(f"{where} got tensors on {device!r}; kernels exist for 'cpu', move the tensors there")
+
+
+def require_dtype(where: str, **tensors: torch.Tensor) -> None:
+    dtypes = {name: x.dtype for name, x in tensors.items()}
+    if len(set(dtypes.values())) != 1 or next(iter(dtypes.values())) not in DTYPES:
+        raise ContractError(f"{where} got {dtypes}; supported: one dtype for all, bfloat16 or float32, cast first")
+
+
+def require_heads(where: str, q_heads: int, kv_heads: int, head_dim: int) -> None:
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise ContractError(f"{where} got {q_heads} query heads and {kv_heads} kv heads; Hq must be a multiple of Hkv")
+    if head_dim < 8 or head_dim > 256 or head_dim % 8:
+        raise ContractError(f"{where} got head_dim={head_dim}; supported: multiples of 8 up to 256, pad q, k and v")
+
+
+def require_tiles(where: str, scale: float, key_tile: int, segment: int) -> None:
+    if key_tile < 16 or key_tile % 16 or segment < key_tile or segment % key_tile:
+        raise ContractError(
+            f"{where} got key_tile={key_tile}, segment={segment}; supported: key_tile a multiple of 16, segment a "
+            "multiple of key_tile; take both from the profile"
+        )
+    if not 0.0 < scale < float("inf"):
+        raise ContractError(f"{where} got scale={scale}; supported: a positive finite number, usually head_dim ** -0.5")
+
+
+def refuse_variants(where: str, options: dict[str, Any]) -> None:
+    """Name the attention variants that an engine may ask for and that the contract does not cover."""
+    neutral: dict[str, tuple[Any, ...]] = {
+        "causal": (True,),
+        "sliding_window": (None, -1, (-1, -1)),
+        "window_size": (None, (-1, -1)),
+        "softcap": (None, 0, 0.0),
+        "alibi_slopes": (None,),
+        "sinks": (None,),
+        "dropout": (None, 0, 0.0),
+    }
+    for name, value in options.items():
+        if name not in neutral:
+            raise ContractError(f"{where} got an unknown option {name}={value!r}; supported: {sorted(neutral)}")
+        if not any(value is x or value == x for x in neutral[name]):
+            raise ContractError(
+                f"{where} got {name}={value!r}; supported: causal attention over the full context, "
+                f"{name} in {neutral[name]}; use a model without it"
+            )
+
+
+def require_cu_seqlens(where: str, name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
+    """Starts at 0, never falls, ends at the number of tokens."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ContractError(
+            f"{where} got {name} {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; supported: int32 or int64 [sequences + 1]"
+        )
+    falls = bool((cu_seqlens[1:] < cu_seqlens[:-1]).any())
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != tokens or falls:
+        raise ContractError(
+            f"{where} got {name}={cu_seqlens.tolist()[:16]} for {tokens} tokens; it must start at 0, never fall and end "
+            "at the number of tokens; slice padding rows off first"
+        )

@@ -1,0 +1,82 @@
+"""The paged key/value cache as two strided views, and the layouts of engines by name."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_contract import ContractError
+
+LAYOUTS = ("vllm_cpu", "vllm_split")
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Keys and values, each a view ``[num_blocks, Hkv, block_size, D]`` with unit stride along D; any other strides.
+
+    Raises:
+        ContractError: shapes, dtypes or devices of the two differ, or D is not contiguous.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def __post_init__(self) -> None:
+        k, v = self.k, self.v
+        if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
+            raise ContractError(
+                f"PagedKV got k {tuple(k.shape)} {k.dtype} {k.device} and v {tuple(v.shape)} {v.dtype} {v.device}; "
+                "supported: two [num_blocks, Hkv, block_size, D] views of one dtype and device"
+            )
+        if k.numel() and (k.stride(3) != 1 or v.stride(3) != 1):
+            raise ContractError(
+                f"PagedKV got strides {k.stride()} and {v.stride()}; head_dim must have stride 1, permute the view"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+    @classmethod
+    def from_layout(cls, layout: str, cache: torch.Tensor, *, num_kv_heads: int, head_dim: int) -> "PagedKV":
+        """View an engine's cache by the name of its layout; nothing is copied, nothing is guessed from a shape.
+
+        ``vllm_cpu``: ``[num_blocks, Hkv, block_size, 2*D]``, keys in ``[..., :D]``, values in ``[..., D:]``.
+        ``vllm_split``: ``[2, num_blocks, block_size, Hkv, D]``, keys first (vLLM 0.24).
+        """
+        if layout == "vllm_cpu":
+            return cls.from_vllm_cpu(cache, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        if layout == "vllm_split":
+            return cls.from_vllm_split(cache, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        raise ContractError(f"PagedKV got layout {layout!r}; supported: {LAYOUTS}, or pass two views to PagedKV(k, v)")
+
+    @classmethod
+    def from_vllm_cpu(cls, cache: torch.Tensor, *, num_kv_heads: int, head_dim: int) -> "PagedKV":
+        """``[num_blocks, Hkv, block_size, 2*D]``: a token's key, then its value."""
+        if cache.dim() != 4 or cache.shape[1] != num_kv_heads or cache.shape[3] != 2 * head_dim:
+            raise ContractError(
+                f"layout 'vllm_cpu' got {tuple(cache.shape)}; supported: "
+                f"[num_blocks, {num_kv_heads}, block_size, {2 * head_dim}]"
+            )
+        return cls(cache[..., :head_dim], cache[..., head_dim:])
+
+    @classmethod
+    def from_vllm_split(cls, cache: torch.Tensor, *, num_kv_heads: int, head_dim: int) -> "PagedKV":
+        """``[2, num_blocks, block_size, Hkv, D]``: all keys, then all values."""
+        if cache.dim() != 5 or cache.shape[0] != 2 or cache.shape[3] != num_kv_heads or cache.shape[4] != head_dim:
+            raise ContractError(
+                f"layout 'vllm_split' got {tuple(cache.shape)}; supported: "
+                f"[2, num_blocks, block_size, {num_kv_heads}, {head_dim}]"
+            )
+        return cls(cache[0].permute(0, 2, 1, 3), cache[1].permute(0, 2, 1, 3))
