@@ -1,4 +1,6 @@
-"""Sharing nogil kernels over a few threads. Which thread computes a range never shows in the bits: ranges are whole outputs.
+"""Sharing nogil kernels over a few threads.
+
+Which thread computes a range never shows in the bits: a range is a set of whole outputs.
 
 Numba's own layers are avoided on purpose: its work queue aborts when two Python threads enter it.
 """
@@ -29,8 +31,8 @@ def for_ranges(body: Callable[[int, int], object], count: int, work: float) -> N
     Args:
         body: must release the GIL and write outputs of its own range only.
         count: number of units.
-        work: estimated operations in all; below two million the calling thread does everything, since handing over costs
-            some 30 microseconds.
+        work: estimated operations in all; below two million the calling thread does everything, since handing over
+            costs some 30 microseconds.
     """
     parts = 1 if work < 2e6 else min(count, torch.get_num_threads())
     if parts <= 1:

@@ -34,8 +34,8 @@ def _precision(settings: Settings) -> dict[str, str]:
 
 def _weight_gradient() -> str:
     return (
-        f"weight and bias gradient: tokens in packed order in blocks of {TOKEN_BLOCK} from token 0, each block a chain from +0, "
-        "blocks folded left from +0, kept in fp32"
+        f"weight and bias gradient: tokens in packed order in blocks of {TOKEN_BLOCK} from token 0, each block a chain "
+        "from +0, blocks folded left from +0, kept in fp32"
     )
 
 
@@ -46,8 +46,8 @@ def column(settings: Settings) -> Contract:
         boundary="gemm.column",
         dependency="output (t, n) reads row t of x and row n of weight, all K elements, no other row",
         partition=(
-            f"forward: none, K is one chain; input gradient: tree({settings.leaves}) over the global N, for a fused [gate; up] "
-            f"weight leaf g is the g-th part of gate, then the g-th part of up; {_weight_gradient()}"
+            f"forward: none, K is one chain; input gradient: tree({settings.leaves}) over the global N, for a fused "
+            f"[gate; up] weight leaf g is the g-th part of gate, then the g-th part of up; {_weight_gradient()}"
         ),
         merge=(
             "chain: from +0, k ascending, "
@@ -68,8 +68,8 @@ def row(settings: Settings) -> Contract:
         boundary="gemm.row",
         dependency="output (t, n) reads row t of x and row n of weight, all elements of the global K, no other row",
         partition=(
-            f"forward: K in {settings.leaves} equal contiguous leaves, each a chain from +0; input gradient: one chain over N; "
-            + _weight_gradient()
+            f"forward: K in {settings.leaves} equal contiguous leaves, each a chain from +0; "
+            f"input gradient: one chain over N; {_weight_gradient()}"
         ),
         merge=(
             "chain: k ascending, "

@@ -1,10 +1,11 @@
 """Opaque custom ops over the kernels: checks, launch counts, choice by device. Autograd lives in ``layers.py``."""
 
 import torch
-from rl_contract import ContractError, Launch, MissingSupport, record_launch
-from rl_contract.threads import for_ranges
 from torch import Tensor
 
+from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract.arrays import as_array
+from rl_contract.threads import for_ranges
 from rl_gemm import cpu, cpu_swiglu
 from rl_gemm.contract import TOKEN_BLOCK
 
@@ -29,14 +30,15 @@ def check_leaves(name: str, length: int, leaves: int, fused: int = 1) -> None:
     if length % (leaves * fused):
         sections = f"{fused} sections of " if fused > 1 else ""
         raise ContractError(
-            f"tree({leaves}) needs {name} divisible by {sections}{leaves} leaves, got {name}={length}; use fewer leaves or pad"
+            f"tree({leaves}) needs {name} divisible by {sections}{leaves} leaves, got {name}={length}; "
+            "use fewer leaves or pad"
         )
 
 
 def _check_matmul(x: Tensor, weight: Tensor, leaves: int) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ContractError(
-            f"matmul got x {tuple(x.shape)} and weight {tuple(weight.shape)}; needs x [M, K] and weight [N, K] with one K"
+            f"matmul got x {tuple(x.shape)} and weight {tuple(weight.shape)}; needs x [M, K] and weight [N, K], one K"
         )
     if x.shape[1] == 0:
         raise ContractError("matmul got K=0; supported: K of at least 1")
@@ -134,7 +136,7 @@ def _(
 def _check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> None:
     if dy.dim() != 2 or weight.dim() != 2 or dy.shape[1] != weight.shape[0]:
         raise ContractError(
-            f"grad_input got dy {tuple(dy.shape)} and weight {tuple(weight.shape)}; needs dy [M, N] and weight [N, K] with one N"
+            f"grad_input got dy {tuple(dy.shape)} and weight {tuple(weight.shape)}; needs dy [M, N], weight [N, K], one N"
         )
     check_type("dy", dy)
     check_type("weight", weight)
@@ -146,7 +148,10 @@ def _check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> No
 
 @torch.library.custom_op("rl_gemm::grad_input", mutates_args=(), device_types="cpu")
 def grad_input(dy: Tensor, weight: Tensor, leaves: int = 1, fused: int = 1, boundary: str = _COLUMN) -> Tensor:
-    """dy [M, N], weight [N, K] -> fp32 [M, K]: tree(``leaves``) over N. ``fused=2``: leaf g is the g-th part of both halves of N."""
+    """dy [M, N], weight [N, K] -> fp32 [M, K]: tree(``leaves``) over N.
+
+    ``fused=2``: leaf g is the g-th part of both halves of N.
+    """
     _check_grad_input(dy, weight, leaves, fused)
     record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"grad_input{leaves}"))
     return _gemm(dy, weight.t(), leaves, fused)
@@ -189,11 +194,6 @@ def _check_swiglu(gate_up: Tensor) -> None:
     check_device(gate_up)
 
 
-def _array(x: Tensor):  # type: ignore[no-untyped-def]
-    x = x.detach().contiguous()
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
-
-
 @torch.library.custom_op("rl_gemm::swiglu", mutates_args=(), device_types="cpu")
 def swiglu(gate_up: Tensor) -> Tensor:
     """[M, 2F] = [gate, up] -> [M, F] of the same type."""
@@ -201,7 +201,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     record_launch(Launch("swiglu", "rl_gemm.cpu_swiglu.forward"))
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((m, f), dtype=gate_up.dtype)
-    source, target = _array(gate_up), _array(out)
+    source, target = as_array(gate_up), as_array(out)
     for_ranges(lambda first, last: cpu_swiglu.forward(source, target, first, last), m, 50.0 * m * f)
     return out
 
@@ -227,7 +227,7 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     _check_swiglu_backward(dy, gate_up)
     record_launch(Launch("swiglu", "rl_gemm.cpu_swiglu.backward"))
     out = torch.empty(gate_up.shape, dtype=gate_up.dtype)
-    dy_, source, target = _array(dy), _array(gate_up), _array(out)
+    dy_, source, target = as_array(dy), as_array(gate_up), as_array(out)
     for_ranges(lambda first, last: cpu_swiglu.backward(dy_, source, target, first, last), len(dy_), 100.0 * dy.numel())
     return out
 

@@ -1,1 +1,5 @@
 """RMSNorm whose bits depend on the row alone."""
+
+from rl_norm.layers import rms_norm
+
+__all__ = ["rms_norm"]

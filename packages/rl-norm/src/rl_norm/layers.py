@@ -1,0 +1,116 @@
+"""The public RMSNorm, with its gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_contract import Communicator, ContractError
+from rl_norm import ops
+
+
+def _add_to_main_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or main_grad.dtype != torch.float32:
+        return grad.to(weight.dtype)
+    main_grad.add_(grad.view_as(main_grad))
+    return None
+
+
+def _head_leaves(heads: int, leaves: int, world: int) -> int:
+    """This rank's leaves of the tree over all heads: the same tree on every TP size."""
+    total = heads * world
+    joined = min(leaves, total & -total)
+    if leaves < 1 or leaves & (leaves - 1) or joined % world:
+        raise ContractError(
+            f"rms_norm got leaves={leaves} for {total} heads on {world} ranks; supported: a power of two, with ranks dividing "
+            "both leaves and heads; use leaves = the larger TP size of the two engines"
+        )
+    return joined // world
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [M, H]
+        weight: Tensor,
+        residual: Tensor | None,
+        eps: float,
+        comm: Communicator | None,
+        heads: int,
+        leaves: int,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.comm, ctx.heads, ctx.leaves, ctx.added = comm, heads, leaves, residual is not None
+        if residual is None:
+            y, rstd = ops.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, rstd)
+            return y
+        y, stream, rstd = ops.add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(stream, weight, rstd)
+        return y, stream
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        stream, weight, rstd = ctx.saved_tensors
+        dx, dw = dstream, None
+        if dy is not None:
+            if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+                dx = ops.grad_input(dy, stream, weight, rstd, dstream)
+            if ctx.needs_input_grad[1]:
+                root = ops.grad_weight(dy, stream, rstd, ctx.heads, ctx.leaves)
+                dw = _add_to_main_grad(weight, root if ctx.comm is None else ctx.comm.all_reduce(root))
+        return dx, dw, dx if ctx.added else None, None, None, None, None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight in fp32, one rounding; with ``residual``, x + residual is rounded first.
+
+    Args:
+        x: [..., H], bf16 or fp32; for q/k norm [..., heads/t, D].
+        weight: [H] of x's type.
+        eps: added to the mean in fp32.
+        residual: x's shape and type. The sum, rounded to the type, is the norm's input and the new residual stream.
+        comm: for q/k norm, the t ranks that share the heads; only the gradient of weight needs them.
+        leaves: for q/k norm, G: the gradient of weight is one tree over leaves of all heads, at any t that divides G.
+
+    Returns:
+        y, or (y, new_residual) where ``residual`` is given; x's shape and type.
+
+    Raises:
+        ContractError: shapes, types, eps or leaves outside the contract.
+        MissingSupport: a device without kernels.
+    """
+    if x.dim() < 1 or x.shape[-1] == 0:
+        raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
+    if residual is not None and residual.shape != x.shape:
+        raise ContractError(f"rms_norm got residual {tuple(residual.shape)} for x {tuple(x.shape)}; needs one shape")
+    heads = own = 1
+    if comm is not None or leaves != 1:
+        if x.dim() < 3:
+            raise ContractError(
+                f"rms_norm got comm or leaves with x {tuple(x.shape)}; they need [..., heads, D]; leave them out"
+            )
+        heads = x.shape[-2]
+        own = _head_leaves(heads, leaves, 1 if comm is None else comm.world_size)
+    rows = x.reshape(-1, x.shape[-1])
+    add = None if residual is None else residual.reshape(-1, x.shape[-1])
+    needs_grad = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
+    if torch.is_grad_enabled() and needs_grad:
+        result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own)
+    elif add is None:
+        result = ops.rms_norm(rows, weight, float(eps))[0]
+    else:
+        result = ops.add_rms_norm(rows, add, weight, float(eps))[:2]
+    if residual is None:
+        return result.view(x.shape)
+    return result[0].view(x.shape), result[1].view(x.shape)
