@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_attn import ops
+from rl_attn import ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
 from rl_attn.checks import (
     refuse_variants,
     require_cu_seqlens,
