@@ -1,0 +1,255 @@
+"""Log-probability straight from hidden states: the head's product, scored chunk by chunk, nothing of size [T, V] kept.
+
+Order and rounding are contract `logprob`; how many ids a chunk holds moves memory and time, never bits.
+"""
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+import rl_gemm
+import rl_gemm.ops
+from rl_contract import Communicator, ContractError, SingleRank
+from rl_logprob import ops
+from rl_logprob.checks import check_device, check_targets, check_vocab, refuse_nonfinite, row_temperature
+
+# fp32 logits held at once; at least one vocabulary tile
+CHUNK_ELEMENTS = 1 << 22
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+    return_entropy: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+    return_entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``log softmax(hidden @ weight.T / temperature)[target]``, the bits of ``selected_logprob`` at every world size.
+
+    Args:
+        hidden: [T, H], bf16 or fp32, the same on every rank.
+        weight: [V_padded/t, H] of hidden's type: rank r's rows of the head, padded to ``padded_vocab_size``.
+        targets: int64 or int32 [T], global ids below ``vocab_size``.
+        vocab_size: the real vocabulary; rows from there on are padding and take no part, whatever they hold.
+        temperature: positive number, or fp32 [T].
+        vocab_tile: ids per tile; belongs to the contract.
+        comm: the t ranks that share the vocabulary; ``None`` is a world of one.
+        leaves: G of the tree over the padded vocabulary in hidden's gradient; a power of two, a multiple of t.
+        return_entropy: also return the entropy of each row, in nats.
+
+    Returns:
+        fp32 [T], nats; or (that, entropy fp32 [T]). Gradients flow from both to hidden and weight. That of weight is
+        added in fp32 to ``weight.main_grad`` where that exists, and rounded to weight's type otherwise.
+
+    Raises:
+        ContractError: types, shapes, a target or a temperature out of range, shards that are not whole tiles or too
+            small for the vocabulary, leaves that do not fit, or rows whose logits are not finite.
+        MissingSupport: a device without kernels.
+    """
+    comm = comm or SingleRank()
+    check_vocab(vocab_size, vocab_tile)
+    _check(hidden, weight, vocab_size, vocab_tile, comm.world_size, leaves)
+    check_targets(targets, len(hidden), vocab_size)
+    temp = row_temperature(temperature, len(hidden))
+    targets = targets.to(torch.int64)
+    logp, entropy = _LinearLogprob.apply(
+        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy
+    )
+    return (logp, entropy) if return_entropy else logp
+
+
+def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, world: int, leaves: int) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ContractError(
+            f"linear_logprob got hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; "
+            "needs [T, H] and [V_padded/t, H] with one H"
+        )
+    check_device(hidden)
+    check_device(weight)
+    rows = weight.shape[0]
+    remedy = "pad the head to padded_vocab_size(vocab_size, vocab_tile) and split it evenly"
+    if rows == 0 or rows % vocab_tile:
+        raise ContractError(f"weight has {rows} rows; supported: whole tiles of {vocab_tile} ids; {remedy}")
+    if rows * world < vocab_size:
+        raise ContractError(f"{world} shards of {rows} rows do not hold vocab_size={vocab_size}; {remedy}")
+    if leaves < 1 or leaves & (leaves - 1) or leaves % world:
+        raise ContractError(f"leaves={leaves} on {world} ranks; supported: a power of two that {world} divides")
+    if rows % (leaves // world * vocab_tile):
+        raise ContractError(
+            f"leaves={leaves} cut {rows * world} ids into parts of {rows * world / leaves:g}; "
+            f"supported: whole tiles of {vocab_tile}; {remedy}"
+        )
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        comm: Communicator,
+        vocab_size: int,
+        vocab_tile: int,
+        leaves: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        m, s, u, x = _local_stats(hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy)
+        m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm)
+        state = ops.merge_tiles(m, s, u)
+        refuse_nonfinite(state)
+        ctx.save_for_backward(hidden, weight, targets, temperature, state)
+        ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves = comm, vocab_size, vocab_tile, leaves
+        entropy = state[:, 2].float()
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        ctx.with_entropy = with_entropy
+        return ops.selected(x, state), entropy
+
+    @staticmethod
+    def backward(ctx: Any, dlogp: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, targets, temperature, state = ctx.saved_tensors
+        comm, tile = ctx.comm, ctx.vocab_tile
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        if not ctx.with_entropy:
+            dentropy = dlogp.new_empty(0)
+        rows = weight.shape[0]
+        leaf_rows = rows * comm.world_size // ctx.leaves
+        # every rank takes the same steps, so the chunk is cut by sizes all ranks share
+        step = min(_chunk(len(hidden), rows, tile), leaf_rows)
+        sink = _WeightGradient(weight) if needs_weight else None
+        roots = []
+        for leaf in range(0, rows, leaf_rows):
+            root: Tensor | None = None
+            for begin in range(leaf, leaf + leaf_rows, step):
+                part = weight[begin : min(begin + step, leaf + leaf_rows)]
+                logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)
+                first_id = comm.rank * rows + begin
+                dlogits = ops.grad_logits(
+                    logits, temperature, state, targets, dlogp, dentropy, first_id, ctx.vocab_size
+                ).to(weight.dtype)
+                if sink is not None:
+                    sink.put(begin, rl_gemm.ops.grad_weight(dlogits, hidden))
+                if needs_hidden:
+                    for b in range(0, len(part), tile):
+                        block = rl_gemm.ops.grad_input(dlogits[:, b : b + tile], part[b : b + tile])
+                        root = block if root is None else root.add_(block)
+            if root is not None:
+                roots.append(root)
+        dhidden = comm.all_reduce(_tree(roots), out_dtype=hidden.dtype) if needs_hidden else None
+        dweight = sink.result() if sink is not None else None
+        return dhidden, dweight, None, None, None, None, None, None, None
+
+
+class _WeightGradient:
+    """Takes fp32 gradients of row ranges: into ``main_grad`` where the parameter has one, else rounded to its type."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.main_grad = getattr(weight, "main_grad", None)
+        if self.main_grad is not None and self.main_grad.dtype != torch.float32:
+            self.main_grad = None
+        self.own = None if self.main_grad is not None else torch.empty_like(weight)
+
+    def put(self, begin: int, grad: Tensor) -> None:
+        if self.main_grad is not None:
+            self.main_grad[begin : begin + len(grad)].add_(grad)
+        elif self.own is not None:
+            self.own[begin : begin + len(grad)] = grad
+
+    def result(self) -> Tensor | None:
+        return self.own
+
+
+def _chunk(tokens: int, rows: int, tile: int) -> int:
+    """Ids per chunk, whole tiles."""
+    return min(rows, max(1, CHUNK_ELEMENTS // (max(tokens, 1) * tile)) * tile)
+
+
+def _tree(parts: list[Tensor]) -> Tensor:
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
+    return parts[0]
+
+
+def _local_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    rank: int,
+    vocab_size: int,
+    vocab_tile: int,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's tiles m, s, u [T, tiles/t], and x [T] of the targets it owns, 0 elsewhere."""
+    rows = weight.shape[0]
+    stats = []
+    x = torch.zeros(len(hidden), dtype=torch.float32)
+    step = _chunk(len(hidden), rows, vocab_tile)
+    for begin in range(0, rows, step):
+        part = weight[begin : begin + step]
+        logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)  # [T, step]
+        first_id = rank * rows + begin
+        stats.append(ops.tile_stats(logits, temperature, first_id, vocab_size, vocab_tile, with_entropy))
+        at = targets - first_id
+        here = ((at >= 0) & (at < len(part))).nonzero()[:, 0]
+        x[here] = logits[here, at[here]] / temperature[here]
+    m, s, u = (torch.cat(parts, dim=1) for parts in zip(*stats))
+    return m, s, u, x
+
+
+def _exchange(
+    m: Tensor, s: Tensor, u: Tensor, x: Tensor, targets: Tensor, rows: int, comm: Communicator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One gather of every rank's tiles and target logits; tiles come back in id order, x from the rank that owns it."""
+    if comm.world_size == 1:
+        return m, s, u, x
+    tokens, tiles = m.shape
+    words = [m.view(torch.int32), s.view(torch.int32), u.view(torch.int32), x[:, None].view(torch.int32)]
+    packed = comm.all_gather(torch.cat(words, dim=1)[None], dim=0)  # [t, T, words]
+    parts = packed.split([w.shape[1] for w in words], dim=2)
+
+    def in_id_order(part: Tensor, dtype: torch.dtype) -> Tensor:
+        return part.contiguous().view(dtype).transpose(0, 1).reshape(tokens, -1)
+
+    owner = targets // rows
+    x = parts[3].contiguous().view(torch.float32)[owner, torch.arange(tokens), 0]
+    return (
+        in_id_order(parts[0], torch.float32),
+        in_id_order(parts[1], torch.int64),
+        in_id_order(parts[2], torch.int64),
+        x,
+    )

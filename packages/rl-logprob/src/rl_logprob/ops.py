@@ -1,0 +1,122 @@
+"""Opaque custom ops over the kernels: launch counts and choice by device. Inputs were checked by the callers."""
+
+import torch
+from torch import Tensor
+
+from rl_contract import Launch, record_launch
+from rl_contract.threads import for_ranges
+from rl_logprob import cpu
+
+# operations an element, for the decision to hand rows to other threads
+_WORK = 40.0
+
+
+def _record(kernel: str) -> None:
+    record_launch(Launch("logprob", f"rl_logprob.cpu.{kernel}"))
+
+
+def _array(x: Tensor):  # type: ignore[no-untyped-def]
+    return x.detach().contiguous().numpy()
+
+
+@torch.library.custom_op("rl_logprob::tile_stats", mutates_args=(), device_types="cpu")
+def tile_stats(
+    logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits fp32 [T, C] of ids from ``first_id`` -> m fp32, s, u int64, each [T, tiles]; u is empty unless ``entropy``."""
+    rows, tiles = logits.shape[0], -(-logits.shape[1] // vocab_tile)
+    m = torch.empty(rows, tiles, dtype=torch.float32)
+    s = torch.empty(rows, tiles, dtype=torch.int64)
+    u = torch.empty(rows, tiles if entropy else 0, dtype=torch.int64)
+    head = (_array(logits), _array(temperature), first_id, vocab_size, vocab_tile, entropy)
+    tail = (m.numpy(), s.numpy(), u.numpy())
+    for_ranges(lambda a, b: cpu.tile_stats(*head, *tail, a, b), rows, _WORK * logits.numel())
+    _record("tile_stats")
+    return m, s, u
+
+
+@tile_stats.register_fake
+def _(
+    logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, tiles = logits.shape[0], -(-logits.shape[1] // vocab_tile)
+    s = logits.new_empty((rows, tiles), dtype=torch.int64)
+    return logits.new_empty((rows, tiles)), s, s.new_empty((rows, tiles if entropy else 0))
+
+
+@torch.library.custom_op("rl_logprob::merge_tiles", mutates_args=(), device_types="cpu")
+def merge_tiles(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
+    """Tiles in id order -> state fp64 [T, 3]: maximum, log of the sum, entropy."""
+    state = torch.empty(len(m), 3, dtype=torch.float64)
+    args = (_array(m), _array(s), _array(u), u.shape[1] > 0, state.numpy())
+    for_ranges(lambda a, b: cpu.merge(*args, a, b), len(m), _WORK * m.numel())
+    _record("merge_tiles")
+    return state
+
+
+@merge_tiles.register_fake
+def _(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
+    return m.new_empty((m.shape[0], 3), dtype=torch.float64)
+
+
+@torch.library.custom_op("rl_logprob::selected", mutates_args=(), device_types="cpu")
+def selected(x: Tensor, state: Tensor) -> Tensor:
+    """x fp32 [T], divided by the temperature -> logp fp32 [T]."""
+    out = torch.empty(len(x), dtype=torch.float32)
+    cpu.selected(_array(x), _array(state), out.numpy(), 0, len(x))
+    _record("selected")
+    return out
+
+
+@selected.register_fake
+def _(x: Tensor, state: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("rl_logprob::full", mutates_args=(), device_types="cpu")
+def full(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) -> Tensor:
+    """logits fp32 [T, >=vocab_size] -> logp fp32 [T, vocab_size]."""
+    out = torch.empty(len(logits), vocab_size, dtype=torch.float32)
+    args = (_array(logits), _array(temperature), _array(state), out.numpy())
+    for_ranges(lambda a, b: cpu.full(*args, a, b), len(logits), 4.0 * out.numel())
+    _record("full")
+    return out
+
+
+@full.register_fake
+def _(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) -> Tensor:
+    return logits.new_empty((logits.shape[0], vocab_size))
+
+
+@torch.library.custom_op("rl_logprob::grad_logits", mutates_args=(), device_types="cpu")
+def grad_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    state: Tensor,
+    targets: Tensor,
+    dlogp: Tensor,
+    dentropy: Tensor,
+    first_id: int,
+    vocab_size: int,
+) -> Tensor:
+    """Gradient by the logits of ids from ``first_id``, fp32 [T, C]; ``dentropy`` is empty where there is none."""
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    head = (_array(logits), _array(temperature), _array(state), _array(targets), _array(dlogp))
+    tail = (_array(dentropy), len(dentropy) > 0, first_id, vocab_size, out.numpy())
+    for_ranges(lambda a, b: cpu.grad_logits(*head, *tail, a, b), len(logits), _WORK * out.numel())
+    _record("grad_logits")
+    return out
+
+
+@grad_logits.register_fake
+def _(
+    logits: Tensor,
+    temperature: Tensor,
+    state: Tensor,
+    targets: Tensor,
+    dlogp: Tensor,
+    dentropy: Tensor,
+    first_id: int,
+    vocab_size: int,
+) -> Tensor:
+    return logits.new_empty(logits.shape)

@@ -1,0 +1,110 @@
+"""Log-probabilities of materialised logits: what a rollout engine and diagnostics call."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from rl_contract import ContractError
+from rl_logprob import ops
+from rl_logprob.checks import check_logits, check_targets, check_vocab, refuse_nonfinite, row_temperature
+
+Nonfinite = Literal["raise", "nan"]
+
+
+def _state(
+    logits: Tensor, vocab_size: int, temperature: float | Tensor, vocab_tile: int, entropy: bool, nonfinite: Nonfinite
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checked and contiguous logits, fp32 temperature [T], state fp64 [T, 3]."""
+    check_vocab(vocab_size, vocab_tile)
+    check_logits(logits, vocab_size)
+    if nonfinite not in ("raise", "nan"):
+        raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
+    temp = row_temperature(temperature, len(logits))
+    logits = logits.detach().contiguous()
+    state = ops.merge_tiles(*ops.tile_stats(logits, temp, 0, vocab_size, vocab_tile, entropy))
+    if nonfinite == "raise":
+        refuse_nonfinite(state)
+    return logits, temp, state
+
+
+@overload
+def selected_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    return_entropy: Literal[False] = False,
+    nonfinite: Nonfinite = "raise",
+) -> Tensor: ...
+@overload
+def selected_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    return_entropy: Literal[True],
+    nonfinite: Nonfinite = "raise",
+) -> tuple[Tensor, Tensor]: ...
+def selected_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    return_entropy: bool = False,
+    nonfinite: Nonfinite = "raise",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``log softmax(logits / temperature)[target]`` over ids 0..vocab_size-1; the bits of ``linear_logprob``.
+
+    Args:
+        logits: fp32 [T, at least vocab_size], accumulators of the head; columns from ``vocab_size`` on take no part.
+        targets: int64 or int32 [T], ids below ``vocab_size``.
+        temperature: positive number, or fp32 [T].
+        vocab_tile: ids per tile; belongs to the contract.
+        return_entropy: also return the entropy of each row, in nats.
+        nonfinite: ``"raise"``, or ``"nan"``: a row with a NaN or +inf, or without a finite logit, gets NaN.
+
+    Returns:
+        fp32 [T], nats; or (that, entropy fp32 [T]). No gradient flows; a trainer uses ``linear_logprob``.
+
+    Raises:
+        ContractError: types, shapes, a target or a temperature out of range, or a nonfinite row.
+        MissingSupport: a device without kernels.
+    """
+    logits, temp, state = _state(logits, vocab_size, temperature, vocab_tile, return_entropy, nonfinite)
+    check_targets(targets, len(logits), vocab_size)
+    x = logits.gather(1, targets.to(torch.int64)[:, None])[:, 0] / temp
+    logp = ops.selected(x, state)
+    return (logp, state[:, 2].float()) if return_entropy else logp
+
+
+def full_logprob(
+    logits: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    nonfinite: Nonfinite = "raise",
+) -> Tensor:
+    """Every id's log-probability, fp32 [T, vocab_size]; column i has the bits of ``selected_logprob`` with target i."""
+    logits, temp, state = _state(logits, vocab_size, temperature, vocab_tile, False, nonfinite)
+    return ops.full(logits, temp, state, vocab_size)
+
+
+def entropy(
+    logits: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    nonfinite: Nonfinite = "raise",
+) -> Tensor:
+    """Entropy of ``softmax(logits / temperature)`` over the real vocabulary, nats, fp32 [T]."""
+    state = _state(logits, vocab_size, temperature, vocab_tile, True, nonfinite)[2]
+    return state[:, 2].float()
