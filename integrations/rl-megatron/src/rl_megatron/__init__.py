@@ -1,1 +1,67 @@
 """The strict operators inside stock Megatron-core."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rl_megatron.config import ModelConfig, ParallelConfig
+from rl_megatron.cpu_device import cpu_device
+
+if TYPE_CHECKING:
+    from rl_megatron.batch import PackedBatch, Sample, micro_batches
+    from rl_megatron.checkpoint import export_hf, load_hf, save_hf
+    from rl_megatron.scoring import logprobs
+    from rl_megatron.loss import LossConfig, group_advantages, grpo_loss
+    from rl_megatron.model import build_model
+    from rl_megatron.native import native_substitutions
+    from rl_megatron.optimizer import OptimizerConfig, StrictOptimizer
+    from rl_megatron.spec import strict_layer_spec
+    from rl_megatron.trainer import TrainerRank
+
+__all__ = [
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PackedBatch",
+    "ParallelConfig",
+    "Sample",
+    "StrictOptimizer",
+    "TrainerRank",
+    "build_model",
+    "cpu_device",
+    "export_hf",
+    "group_advantages",
+    "grpo_loss",
+    "load_hf",
+    "logprobs",
+    "micro_batches",
+    "native_substitutions",
+    "save_hf",
+    "strict_layer_spec",
+]
+
+# importing these imports megatron, which a preflight on a checkpoint's config does not need
+_HOMES = {
+    "PackedBatch": "batch",
+    "Sample": "batch",
+    "micro_batches": "batch",
+    "export_hf": "checkpoint",
+    "load_hf": "checkpoint",
+    "save_hf": "checkpoint",
+    "logprobs": "scoring",
+    "LossConfig": "loss",
+    "group_advantages": "loss",
+    "grpo_loss": "loss",
+    "build_model": "model",
+    "native_substitutions": "native",
+    "OptimizerConfig": "optimizer",
+    "StrictOptimizer": "optimizer",
+    "strict_layer_spec": "spec",
+    "TrainerRank": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rl_megatron' has no attribute {name!r}")
+    return getattr(import_module(f"rl_megatron.{home}"), name)

@@ -1,0 +1,206 @@
+"""Samples packed one after another, the rows whose log-probability is asked, and the split over context parallel ranks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rl_contract import ContractError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with its response.
+
+    Attributes:
+        prompt: token ids, at least one.
+        response: token ids, may be empty.
+        mask: which response tokens count in the loss; all where None.
+    """
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+    mask: Sequence[bool] | None = None
+
+    @classmethod
+    def of(cls, value: "Sample | Mapping[str, Any] | Sequence[Any]") -> "Sample":
+        """A sample from a sample, a mapping with these keys, or a ``(prompt, response[, mask])`` sequence."""
+        if isinstance(value, Sample):
+            return value
+        if isinstance(value, Mapping):
+            return cls(value["prompt"], value["response"], value.get("mask"))
+        return cls(*value)
+
+
+@dataclass
+class StrictPackedSeqParams(PackedSeqParams):
+    """What Megatron hands to the core attention, with the tokens' absolute positions and the CP split."""
+
+    positions: Any = None
+    layout: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatch:
+    """What one context parallel rank computes.
+
+    Attributes:
+        token_ids, positions: int64 [T/cp], this rank's tokens.
+        rows: int64 [n], which of its tokens are scored, ascending.
+        targets: int64 [n], the token each scored row predicts.
+        slots: int64 [n], where each value belongs among the batch's response tokens.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    targets: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Samples packed in order; with CP each sequence is padded to a multiple of ``2 * cp``.
+
+    A response token at index ``i`` of its sequence is scored by the row of token ``i - 1``. Slots number all response
+    tokens of the batch in packed order. Padding sits at the end of a sequence, where causality keeps it out of every row.
+    """
+
+    samples: tuple[Sample, ...]
+    vocab_size: int
+    max_positions: int
+    cp: int = 1
+
+    @classmethod
+    def pack(cls, samples: Iterable[Any], *, vocab_size: int, max_positions: int, cp: int = 1) -> "PackedBatch":
+        """Pack samples.
+
+        Raises:
+            ContractError: every sample that is empty, too long, has an id outside the vocabulary or a mask of the wrong length.
+        """
+        batch = cls(tuple(Sample.of(s) for s in samples), vocab_size, max_positions, cp)
+        problems = [p for i, s in enumerate(batch.samples) for p in batch._problems(i, s)]
+        if not batch.samples:
+            problems.append("no samples; give at least one")
+        if problems:
+            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ContractError("PackedBatch: " + "; ".join(problems[:8]) + more)
+        return batch
+
+    def _problems(self, index: int, sample: Sample) -> list[str]:
+        problems = []
+        tokens = [*sample.prompt, *sample.response]
+        if not len(sample.prompt):
+            problems.append(
+                f"sample {index} has an empty prompt; its first response token has no row to be scored from"
+            )
+        if len(tokens) > self.max_positions:
+            problems.append(
+                f"sample {index} has {len(tokens)} tokens, the model has {self.max_positions} positions; cut the sample"
+            )
+        outside = [t for t in tokens if not 0 <= t < self.vocab_size]
+        if outside:
+            problems.append(f"sample {index} has token id {outside[0]}, supported: 0 to {self.vocab_size - 1}")
+        if sample.mask is not None and len(sample.mask) != len(sample.response):
+            problems.append(
+                f"sample {index} has a mask of {len(sample.mask)} for {len(sample.response)} response tokens; give one entry each"
+            )
+        return problems
+
+    @cached_property
+    def response_lengths(self) -> list[int]:
+        return [len(s.response) for s in self.samples]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Padded length of each sequence."""
+        multiple = 1 if self.cp == 1 else 2 * self.cp
+        return [-(-(len(s.prompt) + len(s.response)) // multiple) * multiple for s in self.samples]
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [sequences + 1], over all ranks' tokens."""
+        return torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def loss_mask(self) -> Tensor:
+        """bool [response tokens], packed order."""
+        mask = [bool(m) for s in self.samples for m in (s.mask if s.mask is not None else [True] * len(s.response))]
+        return torch.tensor(mask, dtype=torch.bool)
+
+    @cached_property
+    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids, positions, rows, targets = [], [], [], []
+        start = 0
+        for sample, length in zip(self.samples, self.lengths):
+            tokens = [*sample.prompt, *sample.response]
+            ids += tokens + [0] * (length - len(tokens))
+            positions += range(length)
+            first = start + len(sample.prompt) - 1
+            rows += range(first, first + len(sample.response))
+            targets += sample.response
+            start += length
+        as_tensor = [torch.tensor(x, dtype=torch.int64) for x in (ids, positions, rows, targets)]
+        return as_tensor[0], as_tensor[1], as_tensor[2], as_tensor[3]
+
+    def rank_tokens(self, rank: int) -> Tensor:
+        """int64 [T/cp]: which packed tokens rank ``rank`` holds: of each sequence cut in ``2 * cp`` chunks, the ``rank``-th from both ends."""
+        if self.cp == 1:
+            return torch.arange(self.tokens)
+        parts, start = [], 0
+        for length in self.lengths:
+            chunk = length // (2 * self.cp)
+            for c in (rank, 2 * self.cp - 1 - rank):
+                parts.append(torch.arange(start + c * chunk, start + (c + 1) * chunk))
+            start += length
+        return torch.cat(parts)
+
+    def for_rank(self, rank: int) -> RankBatch:
+        """The part of one context parallel rank."""
+        ids, positions, rows, targets = self._packed
+        mine = self.rank_tokens(rank)
+        local = torch.full((self.tokens,), -1, dtype=torch.int64)
+        local[mine] = torch.arange(mine.numel())
+        local_rows = local[rows]
+        slots = (local_rows >= 0).nonzero().flatten()
+        # ascending rows keep the order of addition in the head's weight gradient that of the packed tokens
+        slots = slots[local_rows[slots].argsort()]
+        return RankBatch(
+            token_ids=ids[mine], positions=positions[mine], rows=local_rows[slots], targets=targets[slots], slots=slots
+        )
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Per-sample views of per-response-token values in packed order."""
+        return list(values.split(self.response_lengths))
+
+
+def micro_batches(
+    samples: Sequence[Any], token_budget: int | None, *, vocab_size: int, max_positions: int, cp: int = 1
+) -> list[PackedBatch]:
+    """Pack samples in order into batches of at most ``token_budget`` tokens; a longer sample is a batch of its own.
+
+    Raises:
+        ContractError: as ``PackedBatch.pack``, for all samples at once, or a budget below one token.
+    """
+    whole = PackedBatch.pack(samples, vocab_size=vocab_size, max_positions=max_positions, cp=cp)
+    if token_budget is None:
+        return [whole]
+    if token_budget < 1:
+        raise ContractError(f"token_budget={token_budget}, supported: 1 and above, or None for one batch")
+    groups: list[list[Sample]] = []
+    held = 0
+    for sample, length in zip(whole.samples, whole.lengths):
+        if not groups or held + length > token_budget:
+            groups.append([])
+            held = 0
+        groups[-1].append(sample)
+        held += length
+    return [PackedBatch(tuple(g), vocab_size, max_positions, cp) for g in groups]

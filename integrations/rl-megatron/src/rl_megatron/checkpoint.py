@@ -1,0 +1,184 @@
+"""Hugging Face checkpoints in and out, at any tensor parallel size; every defect is listed before a weight is written."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_contract import ContractError
+from rl_megatron import topology
+from rl_megatron.model import shard_dim
+from vime_sync import layout
+from vime_sync.shape import ModelShape
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_INDEX = "model.safetensors.index.json"
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """``config.json`` of a Hugging Face folder.
+
+    Raises:
+        ContractError: the folder or the file is not there, or is not JSON.
+    """
+    file = Path(path) / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ContractError(
+            f"{file} can't be read ({error}); give a Hugging Face folder with config.json and *.safetensors"
+        ) from error
+
+
+class HfTensors(Mapping[str, Tensor]):
+    """The tensors of a Hugging Face folder by name, read when asked.
+
+    Raises:
+        ContractError: no safetensors file, an index that names a missing file or tensor, a tensor that is in two files.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        folder = Path(path)
+        index = folder / _INDEX
+        listed: dict[str, str] | None = None
+        if index.is_file():
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted(set(listed.values()))
+        else:
+            files = sorted(f.name for f in folder.glob("*.safetensors"))
+        problems = [f"{name} is not there" for name in files if not (folder / name).is_file()]
+        if not files:
+            problems.append("no *.safetensors file")
+        self._files: dict[str, Path] = {}
+        for name in files:
+            if (folder / name).is_file():
+                with safe_open(folder / name, framework="pt") as handle:
+                    for key in handle.keys():  # noqa: SIM118 - not a mapping
+                        if key in self._files:
+                            problems.append(f"{key} is in {self._files[key].name} and in {name}")
+                        self._files[key] = folder / name
+        if listed is not None:
+            problems += [f"{_INDEX} lists {key}, no file has it" for key in listed if key not in self._files]
+        if problems:
+            raise ContractError(f"checkpoint {folder}: {'; '.join(problems)}; give a complete Hugging Face folder")
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as handle:
+            return handle.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+
+def check_hf(tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
+    """Raise one ContractError that lists every missing, extra, mis-shaped, non-float or non-finite tensor."""
+    problems = []
+    try:
+        layout.check_hf(tensors, shape)
+    except ContractError as error:
+        problems.append(str(error))
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.dtype not in FLOATS:
+            problems.append(f"{name} is {tensor.dtype}, supported: bfloat16, float16, float32")
+        elif not bool(torch.isfinite(tensor).all()):
+            count = int((~torch.isfinite(tensor)).sum())
+            problems.append(f"{name} has {count} NaN or infinite value{'s' if count > 1 else ''}")
+    if problems:
+        raise ContractError("; ".join(problems) + "; fix or download the checkpoint again, no weight was loaded")
+
+
+def load_hf(model: GPTModel, path: str | Path) -> None:
+    """Load a Hugging Face folder into this rank's part of the model.
+
+    A tensor of another float type than the model's is rounded once, to nearest even.
+
+    Raises:
+        ContractError: every defect of the checkpoint, before anything is written.
+    """
+    load_tensors(model, HfTensors(path))
+
+
+def load_tensors(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
+    """As ``load_hf``, from tensors by Hugging Face name."""
+    built = model.rl
+    shape = model_shape(model)
+    check_hf(tensors, shape)
+    local = layout.from_hf(
+        tensors, shape, topology.tensor_parallel().rank, built.parallel.tp, padded_vocab=built.padded_vocab
+    )
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != local.keys():
+        raise ContractError(
+            f"the model's parameters and the checkpoint's mapping differ in {sorted(parameters.keys() ^ local.keys())}; "
+            "this megatron-core names them in a way that is not supported"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(local[name])
+
+
+def export_hf(model: GPTModel) -> dict[str, Tensor] | None:
+    """The model's weights by Hugging Face name, as copies in the model's type: on tensor parallel rank 0; elsewhere None.
+
+    Every tensor parallel rank must call it. Nothing is computed or cast, so bits survive the round trip.
+    """
+    comm = topology.tensor_parallel()
+    joined: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        dim = shard_dim(name)
+        data = parameter.detach()
+        whole = data if dim is None else comm.all_gather(data.contiguous(), dim=dim)
+        if comm.rank == 0:
+            joined[name] = whole
+    if comm.rank:
+        return None
+    return {name: t.clone() for name, t in layout.to_hf(joined, model_shape(model), comm.world_size)}
+
+
+def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> None:
+    """Write ``config.json`` and ``model.safetensors``; every rank must call it, tensor parallel rank 0 of CP rank 0 writes.
+
+    Raises:
+        ContractError: the folder already holds weights.
+    """
+    folder = Path(path)
+    if list(folder.glob("*.safetensors")):
+        raise ContractError(f"{folder} already holds weights; give an empty or new folder")
+    tensors = export_hf(model)
+    if tensors is not None and topology.context_parallel().rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / "model.safetensors.partial"
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.rename(folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(dict(hf_config), indent=1), encoding="utf-8")
+
+
+def model_shape(model: GPTModel) -> ModelShape:
+    """vime-sync's description of the model."""
+    c = model.rl.config
+    return ModelShape(
+        architecture=c.architecture,
+        layers=c.num_layers,
+        hidden=c.hidden_size,
+        ffn=c.intermediate_size,
+        heads=c.num_heads,
+        kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        vocab_size=c.vocab_size,
+        tied=c.tied,
+        qk_norm=c.qk_norm,
+        qkv_bias=False,
+    )

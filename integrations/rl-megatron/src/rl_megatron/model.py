@@ -1,0 +1,169 @@
+"""The stock ``GPTModel``, built for one checkpoint in one of two arms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rl_contract import ContractError, Profile
+from rl_logprob import padded_vocab_size
+from rl_megatron import layers, spec
+from rl_megatron.config import ModelConfig, ParallelConfig
+from rl_megatron.cpu_device import cpu_device
+
+Mode = Literal["strict", "native"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """How a model was built; ``GPTModel.rl`` holds it."""
+
+    config: ModelConfig
+    profile: Profile
+    parallel: ParallelConfig
+    mode: Mode
+    padded_vocab: int
+
+
+def build_model(
+    hf_config: Mapping[str, Any], profile: Profile, parallel: ParallelConfig, *, mode: Mode = "strict"
+) -> GPTModel:
+    """Build this rank's part of the model; every weight is NaN until ``load_hf``.
+
+    ``topology.start`` must have run. ``mode="strict"`` uses the strict operators, ``"native"`` Megatron's own.
+
+    Raises:
+        ContractError: an unsupported config, cut or profile, all problems at once, before anything is allocated.
+    """
+    config = ModelConfig.from_hf(hf_config)
+    config.check(profile, parallel)
+    if mode not in ("strict", "native"):
+        raise ContractError(f"mode={mode!r}, supported: 'strict', 'native'")
+    if profile.settings.dtype not in DTYPES:
+        raise ContractError(f"dtype={profile.settings.dtype!r}, supported by the trainer: {sorted(DTYPES)}")
+    dtype = DTYPES[profile.settings.dtype]
+    strict = mode == "strict"
+    padded = (
+        padded_vocab_size(config.vocab_size, profile.settings.vocab_tile)
+        if strict
+        else _pad(config.vocab_size, parallel.tp)
+    )
+    with cpu_device():
+        model = GPTModel(
+            config=_transformer_config(config, parallel, dtype, strict),
+            transformer_layer_spec=spec.strict_block_spec(
+                profile, num_layers=config.num_layers, qk_norm=config.qk_norm, max_positions=config.max_positions
+            )
+            if strict
+            else spec.native_block_spec(num_layers=config.num_layers, qk_norm=config.qk_norm),
+            vocab_size=padded,
+            max_sequence_length=config.max_positions,
+            share_embeddings_and_output_weights=config.tied,
+            # strict attention rotates by absolute position itself
+            position_embedding_type="none" if strict else "rope",
+            **({} if strict else _native_rope(config)),
+        )
+    model.to(dtype)
+    if strict:
+        model.embedding.word_embeddings = layers.StrictEmbedding(model.embedding.word_embeddings, profile.settings)
+        model.output_layer = layers.StrictHead(model.output_layer, profile.settings)
+    for name, parameter in model.named_parameters():
+        _mark_shard(name, parameter)
+        # a weight that loading forgets must be noticed
+        parameter.data.fill_(float("nan"))
+    model.rl = Built(config=config, profile=profile, parallel=parallel, mode=mode, padded_vocab=padded)
+    return model
+
+
+def module_classes(model: GPTModel) -> dict[str, str]:
+    """Which class serves each boundary of the first layer, the embedding, the head and the final norm."""
+    layer = model.decoder.layers[0]
+    parts = {
+        "embedding": model.embedding.word_embeddings,
+        "input_norm": layer.input_layernorm,
+        "qkv": layer.self_attention.linear_qkv,
+        "q_norm": layer.self_attention.q_layernorm,
+        "attention": layer.self_attention.core_attention,
+        "o": layer.self_attention.linear_proj,
+        "pre_mlp_norm": layer.pre_mlp_layernorm,
+        "fc1": layer.mlp.linear_fc1,
+        "activation": layer.mlp.activation_func,
+        "fc2": layer.mlp.linear_fc2,
+        "final_norm": model.decoder.final_layernorm,
+        "head": model.output_layer,
+    }
+    return {name: _qualified(part) for name, part in parts.items()}
+
+
+def shard_dim(name: str) -> int | None:
+    """Along which dimension tensor parallel ranks cut a parameter of this name; None where every rank holds all of it."""
+    if name.endswith(("linear_qkv.weight", "linear_fc1.weight", "word_embeddings.weight", "output_layer.weight")):
+        return 0
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return 1
+    return None
+
+
+def _mark_shard(name: str, parameter: torch.nn.Parameter) -> None:
+    # Megatron marks shards while it initialises weights, which is skipped here
+    dim = shard_dim(name)
+    if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, dim, 2 if "linear_fc1" in name else 1)
+
+
+def _pad(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _qualified(part: Any) -> str:
+    kind = part if callable(part) and not isinstance(part, torch.nn.Module) else type(part)
+    return f"{kind.__module__}.{getattr(kind, '__qualname__', kind)}"
+
+
+def _native_rope(config: ModelConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rotary_base": int(config.rope["theta"])}
+    if "rope_type" in config.rope:
+        rope |= {"rope_scaling": True, "rope_scaling_factor": float(config.rope["factor"])}
+    return rope
+
+
+def _transformer_config(
+    config: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, strict: bool
+) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.intermediate_size,
+        layernorm_epsilon=config.norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_te_activation_func=strict,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        context_parallel_size=parallel.cp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        deterministic_mode=False,
+    )

@@ -1,0 +1,188 @@
+"""AdamW on fp32 masters with gradients, norm and update whose bits depend on neither tensor parallel size nor thread count."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from rl_contract import ContractError
+from rl_megatron import topology
+from rl_megatron.loss import _pairwise, fixed_sum
+from rl_megatron.model import shard_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW as in torch (decoupled decay); ``weight_decay`` leaves vectors alone; ``clip_grad`` 0 turns clipping off."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        b1, b2 = self.betas
+        if not (
+            self.lr >= 0
+            and 0 <= b1 < 1
+            and 0 <= b2 < 1
+            and self.eps > 0
+            and self.weight_decay >= 0
+            and self.clip_grad >= 0
+        ):
+            raise ContractError(f"{self}; supported: lr, weight_decay, clip_grad >= 0, betas in [0, 1), eps > 0")
+
+
+@dataclass
+class _State:
+    parameter: torch.nn.Parameter
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class StrictOptimizer:
+    """Holds an fp32 master and two moments for every parameter and gives it an fp32 ``main_grad``.
+
+    Backward passes add into ``main_grad``: the strict operators by themselves, other operators through ``collect``.
+    """
+
+    def __init__(self, model: GPTModel, config: OptimizerConfig | None = None) -> None:
+        self.config = config or OptimizerConfig()
+        self.leaves = model.rl.profile.settings.leaves
+        self.native = model.rl.mode == "native"
+        self.steps = 0
+        self._states: dict[str, _State] = {}
+        for name, parameter in model.named_parameters():
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            master = parameter.detach().float().clone()
+            self._states[name] = _State(parameter, master, torch.zeros_like(master), torch.zeros_like(master))
+
+    def zero_grad(self) -> None:
+        for state in self._states.values():
+            state.parameter.main_grad.zero_()
+            state.parameter.grad = None
+
+    def collect(self) -> None:
+        """Add gradients that autograd left in ``.grad`` to ``main_grad``; call after each backward."""
+        for state in self._states.values():
+            if state.parameter.grad is not None:
+                state.parameter.main_grad.add_(state.parameter.grad.float())
+                state.parameter.grad = None
+
+    def reduce(self) -> None:
+        """Sum ``main_grad`` over context parallel ranks, by the rank tree, in fp32.
+
+        Each rank's loss is already a share of the whole, so the sum is the gradient.
+        """
+        cp, tp = topology.context_parallel(), topology.tensor_parallel()
+        for name, state in self._states.items():
+            grad = state.parameter.main_grad
+            if cp.world_size > 1:
+                grad.copy_(cp.all_reduce(grad))
+            # Megatron's own head norms leave each rank with its heads' part; the strict norm has joined them already
+            if self.native and tp.world_size > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+                grad.copy_(tp.all_reduce(grad))
+
+    def grad_norm(self) -> float:
+        """Euclidean norm over the whole model.
+
+        A sharded gradient is cut in the profile's leaves along its sharded dimension; squares of a leaf are summed in fp64
+        by a tree its size alone decides, leaves and parameters likewise, so the bits are those of one rank.
+        """
+        comm = topology.tensor_parallel()
+        totals = []
+        for name, state in self._states.items():
+            dim = shard_dim(name)
+            grad = state.parameter.main_grad
+            leaves = 1 if dim is None else math.gcd(self.leaves, grad.shape[dim] * comm.world_size)
+            if dim is None or leaves % comm.world_size:
+                totals.append(_square_sum(grad))
+                continue
+            fused = 2 if name.endswith("linear_fc1.weight") else 1
+            mine = torch.tensor(
+                [_square_sum(part) for part in _leaf_parts(grad, dim, leaves // comm.world_size, fused)],
+                dtype=torch.float64,
+            )
+            totals.append(fixed_sum(comm.all_gather(mine)))
+        return math.sqrt(fixed_sum(torch.tensor(totals, dtype=torch.float64)))
+
+    def step(self) -> dict[str, Any]:
+        """Reduce, clip and update; masters are rounded once to the model's type.
+
+        Returns:
+            ``grad_norm`` before clipping, ``clip_coef``, and ``skipped``: a gradient that is not finite changes nothing.
+        """
+        self.reduce()
+        norm = self.grad_norm()
+        if not math.isfinite(norm):
+            return {"grad_norm": norm, "clip_coef": 0.0, "skipped": True}
+        c = self.config
+        coef = min(1.0, c.clip_grad / (norm + 1e-6)) if c.clip_grad > 0 else 1.0
+        self.steps += 1
+        b1, b2 = c.betas
+        size = c.lr / (1 - b1**self.steps)
+        root2 = math.sqrt(1 - b2**self.steps)
+        with torch.no_grad():
+            for state in self._states.values():
+                grad = state.parameter.main_grad
+                if coef < 1.0:
+                    grad.mul_(coef)
+                decay = c.weight_decay if grad.dim() > 1 else 0.0
+                _adamw(state, grad, b1, b2, size, root2, c.eps, 1.0 - c.lr * decay)
+                state.parameter.copy_(state.master)
+        return {"grad_norm": norm, "clip_coef": coef, "skipped": False}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "state": {
+                n: {"master": s.master, "exp_avg": s.exp_avg, "exp_avg_sq": s.exp_avg_sq}
+                for n, s in self._states.items()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ContractError where names or shapes differ, before anything is written."""
+        mine = {n: tuple(s.master.shape) for n, s in self._states.items()}
+        theirs = {n: tuple(s["master"].shape) for n, s in state["state"].items()}
+        if mine != theirs:
+            differing = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+            raise ContractError(f"optimizer state differs in {differing[:8]}; load the state of the same model and tp")
+        self.steps = int(state["steps"])
+        with torch.no_grad():
+            for name, s in self._states.items():
+                saved = state["state"][name]
+                s.master.copy_(saved["master"])
+                s.exp_avg.copy_(saved["exp_avg"])
+                s.exp_avg_sq.copy_(saved["exp_avg_sq"])
+                s.parameter.copy_(s.master)
+
+
+def _adamw(
+    state: _State, grad: Tensor, b1: float, b2: float, size: float, root2: float, eps: float, keep: float
+) -> None:
+    # one rounded operation a line: a fused multiply-add would round differently in a vector's body and in its tail,
+    # and where an element lies in a vector depends on how the tensor is sharded
+    m, v = state.exp_avg, state.exp_avg_sq
+    m.mul_(b1).add_(grad * (1 - b1))
+    v.mul_(b2).add_((grad * grad).mul_(1 - b2))
+    denominator = v.sqrt().div_(root2).add_(eps)
+    if keep != 1.0:
+        state.master.mul_(keep)
+    state.master.sub_((m / denominator).mul_(size))
+
+
+def _leaf_parts(grad: Tensor, dim: int, count: int, fused: int) -> list[Tensor]:
+    # of [gate; up] a leaf is the same slice of both halves
+    halves = grad.chunk(fused, dim)
+    return [torch.cat(parts, dim) for parts in zip(*(h.chunk(count, dim) for h in halves))]
+
+
+def _square_sum(x: Tensor) -> float:
+    return float(_pairwise(np.square(x.detach().contiguous().flatten().cpu().numpy().astype(np.float64))))

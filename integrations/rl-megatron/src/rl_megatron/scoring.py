@@ -1,0 +1,124 @@
+"""Log-probabilities of response tokens: one function for scoring and for training, so that both give the same bits."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+import rl_logprob
+from rl_contract import Communicator, ContractError
+from rl_megatron import native, topology
+from rl_megatron.batch import PackedBatch, RankBatch, StrictPackedSeqParams
+from rl_megatron.cpu_device import cpu_device
+
+
+def logprobs(
+    model: GPTModel, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    """Log-probability of every response token under the policy at ``temperature``.
+
+    Returns:
+        One fp32 tensor a sample, as long as its response, the same on every rank; with gradients where grad mode is on.
+        With ``with_entropy`` a second such list, without gradients, in nats.
+
+    Raises:
+        ContractError: the batch was packed for another CP size, or the temperature is not positive.
+    """
+    out = token_logprobs(model, batch, temperature=temperature, with_entropy=with_entropy)
+    if with_entropy:
+        return batch.split(out[0]), batch.split(out[1])
+    return batch.split(out)
+
+
+def token_logprobs(model: GPTModel, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False) -> Any:
+    """As ``logprobs``, packed: fp32 ``[response tokens]`` (and the entropies)."""
+    built = model.rl
+    if batch.cp != built.parallel.cp:
+        raise ContractError(
+            f"the batch is packed for cp={batch.cp}, the model is built for cp={built.parallel.cp}; pack it again"
+        )
+    if not temperature > 0:
+        raise ContractError(
+            f"temperature={temperature}, supported: above 0; a greedy rollout is scored at the temperature of its log-probs"
+        )
+    comm = topology.context_parallel()
+    mine = batch.for_rank(comm.rank)
+    with cpu_device():
+        scored = _score(model, batch, mine, temperature, with_entropy)
+        if comm.world_size == 1:
+            return scored
+        if with_entropy:
+            return _GatherSlots.apply(scored[0], batch, comm), _GatherSlots.apply(scored[1], batch, comm)
+        return _GatherSlots.apply(scored, batch, comm)
+
+
+def _score(model: GPTModel, batch: PackedBatch, mine: RankBatch, temperature: float, with_entropy: bool) -> Any:
+    built = model.rl
+    hidden = _decode(model, batch, mine)
+    settings = built.profile.settings
+    if built.mode == "native":
+        return native.token_logprobs(
+            hidden[mine.rows],
+            mine.targets,
+            vocab_size=settings.vocab_size,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+    return rl_logprob.linear_logprob(
+        hidden[mine.rows],
+        _head_weight(model),
+        mine.targets,
+        vocab_size=settings.vocab_size,
+        temperature=temperature,
+        vocab_tile=settings.vocab_tile,
+        comm=topology.tensor_parallel(),
+        leaves=settings.leaves,
+        return_entropy=with_entropy,
+    )
+
+
+def _decode(model: GPTModel, batch: PackedBatch, mine: RankBatch) -> Tensor:
+    """Strict: hidden states ``[T/cp, H]``. Native: this rank's logits ``[T/cp, V_padded/t]``."""
+    longest = max(batch.lengths)
+    params = StrictPackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=mine.positions,
+        layout=batch,
+    )
+    out = model(
+        input_ids=mine.token_ids[None],
+        position_ids=mine.positions[None],
+        attention_mask=None,
+        packed_seq_params=params,
+    )
+    return out[0]
+
+
+def _head_weight(model: GPTModel) -> Tensor:
+    return model.shared_embedding_or_output_weight() if model.rl.config.tied else model.output_layer.weight
+
+
+class _GatherSlots(torch.autograd.Function):
+    """Every rank's values in packed order on every rank. The loss is computed alike on all ranks, so backward keeps a rank's own part."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, batch: PackedBatch, comm: Communicator) -> Tensor:
+        slots = [batch.for_rank(r).slots for r in range(comm.world_size)]
+        ctx.slots = slots[comm.rank]
+        longest = max(s.numel() for s in slots)
+        padded = torch.zeros(longest, dtype=values.dtype, device=values.device)
+        padded[: values.numel()] = values
+        rows = comm.all_gather(padded[None], dim=0)
+        total = torch.empty(sum(s.numel() for s in slots), dtype=values.dtype, device=values.device)
+        for row, s in zip(rows, slots):
+            total[s] = row[: s.numel()]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0][ctx.slots], None, None

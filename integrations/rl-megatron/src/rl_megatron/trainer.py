@@ -1,0 +1,269 @@
+"""One rank of the trainer behind plain calls: numbers, lists and numpy arrays in, the same out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from rl_contract import ContractError, Profile, launches
+from rl_megatron import checkpoint, topology
+from rl_megatron.batch import PackedBatch, micro_batches
+from rl_megatron.config import ModelConfig, ParallelConfig
+from rl_megatron.cpu_device import cpu_device
+from rl_megatron.scoring import token_logprobs
+from rl_megatron.loss import LossConfig, fixed_sum, grpo_loss
+from rl_megatron.model import Mode, build_model, module_classes
+from rl_megatron.native import native_substitutions
+from rl_megatron.optimizer import OptimizerConfig, StrictOptimizer
+
+
+class TrainerRank:
+    """A trainer process. Every rank of the world makes the same calls with the same arguments, in the same order.
+
+    Args:
+        rank: 0 to ``parallel.world_size - 1``.
+        init_method: torch.distributed URL all ranks share, ``tcp://host:port`` or ``file:///path``.
+        hf_path: Hugging Face folder.
+        profile: both engines' profile.
+        parallel: tensor and context parallel sizes.
+        mode: ``strict`` or ``native``.
+        optimizer, loss: hyper-parameters.
+        token_budget: most tokens of a micro-batch; None packs everything at once.
+        threads: torch's threads in this process; None leaves them.
+
+    Nothing heavy happens before ``init``, so an instance can be made anywhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        init_method: str,
+        hf_path: str,
+        profile: Profile,
+        parallel: ParallelConfig | None = None,
+        mode: Mode = "strict",
+        optimizer: OptimizerConfig | None = None,
+        loss: LossConfig | None = None,
+        token_budget: int | None = None,
+        threads: int | None = 1,
+    ) -> None:
+        self.rank = rank
+        self.init_method = init_method
+        self.hf_path = hf_path
+        self.profile = profile
+        self.parallel = parallel or ParallelConfig()
+        self.mode = mode
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.loss_config = loss or LossConfig()
+        self.token_budget = token_budget
+        self.threads = threads
+        self._model: GPTModel | None = None
+        self._optimizer: StrictOptimizer | None = None
+        self._reference: list[Tensor] | None = None
+        self._hf_config: dict[str, Any] = {}
+
+    def init(self) -> dict[str, Any]:
+        """Check everything, join the world, build and load the model; returns ``report()``.
+
+        Raises:
+            ContractError: an unsupported checkpoint, cut or profile, before the world is joined; a defective weight file.
+        """
+        self._hf_config = checkpoint.read_config(self.hf_path)
+        ModelConfig.from_hf(self._hf_config).check(self.profile, self.parallel)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        topology.start(self.rank, self.parallel, self.init_method)
+        self._model = build_model(self._hf_config, self.profile, self.parallel, mode=self.mode)
+        checkpoint.load_hf(self._model, self.hf_path)
+        self._model.train()
+        self._optimizer = StrictOptimizer(self._model, self.optimizer_config)
+        return self.report()
+
+    def logprobs(
+        self, samples: Sequence[Any], *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
+        """Score without gradients: one fp32 array a sample, as long as its response; entropies in a second list on demand.
+
+        Args:
+            samples: ``Sample``, mappings or ``(prompt, response[, mask])``, see ``rl_megatron.Sample.of``.
+        """
+        values: list[np.ndarray] = []
+        entropies: list[np.ndarray] = []
+        with torch.no_grad():
+            for batch in self._batches(samples):
+                out = token_logprobs(self.model, batch, temperature=temperature, with_entropy=with_entropy)
+                logp = out[0] if with_entropy else out
+                values += [v.numpy() for v in batch.split(logp)]
+                if with_entropy:
+                    entropies += [v.numpy() for v in batch.split(out[1])]
+        return (values, entropies) if with_entropy else values
+
+    def keep_reference(self) -> None:
+        """Take the present weights as the reference policy of ``reference_logprobs`` and of the KL term."""
+        self._reference = [p.detach().clone() for p in self.model.parameters()]
+
+    def reference_logprobs(self, samples: Sequence[Any], *, temperature: float = 1.0) -> list[np.ndarray]:
+        """As ``logprobs``, under the reference; the policy's weights come back untouched."""
+        if self._reference is None:
+            raise ContractError(
+                "no reference is kept; call keep_reference() while the model holds the reference weights"
+            )
+        with self._reference_weights():
+            out = self.logprobs(samples, temperature=temperature)
+        assert isinstance(out, list)
+        return out
+
+    def train_step(
+        self,
+        samples: Sequence[Any],
+        advantages: Sequence[float],
+        old_logprobs: Sequence[np.ndarray],
+        *,
+        ref_logprobs: Sequence[np.ndarray] | None = None,
+        temperature: float = 1.0,
+    ) -> dict[str, Any]:
+        """One optimizer step on all samples, micro-batch by micro-batch.
+
+        Args:
+            advantages: one a sample.
+            old_logprobs, ref_logprobs: one array a sample, as long as its response.
+
+        Returns:
+            ``loss``, ``policy_loss``, ``kl`` (mean k3), ``ratio_mean``, ``clip_fraction``, ``grad_norm``, ``clip_coef``,
+            ``valid_count``, ``tokens``, ``skipped`` and ``logprobs`` (those of the training forward, one array a sample).
+            A step without a valid token has loss 0 and changes nothing.
+        """
+        batches = self._batches(samples)
+        self._check_step(batches, advantages, old_logprobs, ref_logprobs)
+        total = sum(int(b.loss_mask.sum()) for b in batches)
+        self.optimizer.zero_grad()
+        losses, logps = [], []
+        start = 0
+        for batch in batches:
+            end = start + len(batch.samples)
+            lengths = torch.tensor(batch.response_lengths)
+            logp = token_logprobs(self.model, batch, temperature=temperature)
+            loss = grpo_loss(
+                logp,
+                _flat(old_logprobs[start:end]),
+                torch.tensor(advantages[start:end], dtype=torch.float32).repeat_interleave(lengths),
+                batch.loss_mask,
+                denominator=total,
+                ref_logprob=None if ref_logprobs is None else _flat(ref_logprobs[start:end]),
+                config=self.loss_config,
+            )
+            if loss.valid_count:
+                with cpu_device():
+                    loss.value.backward()
+                self.optimizer.collect()
+            losses.append(loss)
+            logps += [v.numpy() for v in batch.split(logp.detach())]
+            start = end
+        update = self.optimizer.step() if total else {"grad_norm": 0.0, "clip_coef": 1.0, "skipped": True}
+        count = max(total, 1)
+        return {
+            "loss": fixed_sum(torch.stack([x.value.detach() for x in losses])),
+            "policy_loss": sum(x.policy_sum for x in losses) / count,
+            "kl": sum(x.kl_sum for x in losses) / count,
+            "ratio_mean": sum(x.ratio_sum for x in losses) / count,
+            "clip_fraction": sum(x.clipped_count for x in losses) / count,
+            "valid_count": total,
+            "tokens": sum(b.tokens for b in batches),
+            "logprobs": logps,
+            **update,
+        }
+
+    def export_weights(self) -> dict[str, Tensor] | None:
+        """All weights by Hugging Face name on rank 0, None on the others; every rank must call it."""
+        tensors = checkpoint.export_hf(self.model)
+        return tensors if self.rank == 0 else None
+
+    def save(self, path: str | Path) -> None:
+        """Write a Hugging Face folder; every rank must call it."""
+        checkpoint.save_hf(self.model, path, self._hf_config)
+
+    def report(self) -> dict[str, Any]:
+        """What this rank runs: profile fingerprint, versions, the class at each boundary, launches so far."""
+        return {
+            "rank": self.rank,
+            "tp": self.parallel.tp,
+            "cp": self.parallel.cp,
+            "mode": self.mode,
+            "profile": self.profile.name,
+            "fingerprint": self.profile.fingerprint,
+            "megatron": megatron.core.__version__,
+            "torch": torch.__version__,
+            "modules": module_classes(self.model),
+            "substitutions": native_substitutions() if self.mode == "native" else [],
+            "launches": launches(),
+            "steps": self.optimizer.steps,
+        }
+
+    def close(self) -> None:
+        """Leave the world and free the model; safe to call twice."""
+        self._model = self._optimizer = self._reference = None
+        topology.stop()
+
+    @property
+    def model(self) -> GPTModel:
+        if self._model is None:
+            raise ContractError("this TrainerRank is not initialised; call init() first")
+        return self._model
+
+    @property
+    def optimizer(self) -> StrictOptimizer:
+        if self._optimizer is None:
+            raise ContractError("this TrainerRank is not initialised; call init() first")
+        return self._optimizer
+
+    def _batches(self, samples: Sequence[Any]) -> list[PackedBatch]:
+        config = self.model.rl.config
+        return micro_batches(
+            samples,
+            self.token_budget,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+            cp=self.parallel.cp,
+        )
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        parameters = list(self.model.parameters())
+        held = [p.data for p in parameters]
+        try:
+            for p, reference in zip(parameters, self._reference or []):
+                p.data = reference
+            yield
+        finally:
+            for p, data in zip(parameters, held):
+                p.data = data
+
+    def _check_step(
+        self,
+        batches: Sequence[PackedBatch],
+        advantages: Sequence[float],
+        old_logprobs: Sequence[np.ndarray],
+        ref_logprobs: Sequence[np.ndarray] | None,
+    ) -> None:
+        lengths = [n for b in batches for n in b.response_lengths]
+        problems = []
+        if len(advantages) != len(lengths):
+            problems.append(f"{len(advantages)} advantages for {len(lengths)} samples")
+        for name, given in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
+            if given is not None and [len(x) for x in given] != lengths:
+                problems.append(f"{name} has lengths {[len(x) for x in given][:8]}, the responses {lengths[:8]}")
+        if ref_logprobs is None and self.loss_config.kl_coef > 0:
+            problems.append(f"kl_coef={self.loss_config.kl_coef} needs ref_logprobs")
+        if problems:
+            raise ContractError("train_step: " + "; ".join(problems) + "; give one entry a response token")
+
+
+def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(a, dtype=np.float32) for a in arrays]))
