@@ -9,11 +9,11 @@ from rl_megatron.cpu_device import cpu_device
 if TYPE_CHECKING:
     from rl_megatron.batch import PackedBatch, Sample, micro_batches
     from rl_megatron.checkpoint import export_hf, load_hf, save_hf
-    from rl_megatron.scoring import logprobs
     from rl_megatron.loss import LossConfig, group_advantages, grpo_loss
     from rl_megatron.model import build_model
     from rl_megatron.native import native_substitutions
     from rl_megatron.optimizer import OptimizerConfig, StrictOptimizer
+    from rl_megatron.scoring import logprobs
     from rl_megatron.spec import strict_layer_spec
     from rl_megatron.trainer import TrainerRank
 

@@ -1,4 +1,4 @@
-"""Samples packed one after another, the rows whose log-probability is asked, and the split over context parallel ranks."""
+"""Samples packed one after another, the rows to score, and the split over context parallel ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,8 @@ class PackedBatch:
     """Samples packed in order; with CP each sequence is padded to a multiple of ``2 * cp``.
 
     A response token at index ``i`` of its sequence is scored by the row of token ``i - 1``. Slots number all response
-    tokens of the batch in packed order. Padding sits at the end of a sequence, where causality keeps it out of every row.
+    tokens of the batch in packed order. Padding sits at the end of a sequence, where causality keeps it out of every
+    row.
     """
 
     samples: tuple[Sample, ...]
@@ -80,7 +81,8 @@ class PackedBatch:
         """Pack samples.
 
         Raises:
-            ContractError: every sample that is empty, too long, has an id outside the vocabulary or a mask of the wrong length.
+            ContractError: every sample that is empty, too long, has an id outside the vocabulary or a mask of the
+            wrong length.
         """
         batch = cls(tuple(Sample.of(s) for s in samples), vocab_size, max_positions, cp)
         problems = [p for i, s in enumerate(batch.samples) for p in batch._problems(i, s)]
@@ -107,7 +109,8 @@ class PackedBatch:
             problems.append(f"sample {index} has token id {outside[0]}, supported: 0 to {self.vocab_size - 1}")
         if sample.mask is not None and len(sample.mask) != len(sample.response):
             problems.append(
-                f"sample {index} has a mask of {len(sample.mask)} for {len(sample.response)} response tokens; give one entry each"
+                f"sample {index} has a mask of {len(sample.mask)} for {len(sample.response)} response tokens; "
+                "give one entry each"
             )
         return problems
 
@@ -152,7 +155,10 @@ class PackedBatch:
         return as_tensor[0], as_tensor[1], as_tensor[2], as_tensor[3]
 
     def rank_tokens(self, rank: int) -> Tensor:
-        """int64 [T/cp]: which packed tokens rank ``rank`` holds: of each sequence cut in ``2 * cp`` chunks, the ``rank``-th from both ends."""
+        """Which packed tokens a rank holds: of each sequence's ``2 * cp`` chunks the ``rank``-th from both ends.
+
+        Returns int64 ``[T/cp]``.
+        """
         if self.cp == 1:
             return torch.arange(self.tokens)
         parts, start = [], 0

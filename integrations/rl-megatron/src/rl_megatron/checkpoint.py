@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out, at any tensor parallel size; every defect is listed before a weight is written."""
+"""Hugging Face checkpoints in and out, at any TP size; every defect is listed before a weight is written."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -122,7 +122,7 @@ def load_tensors(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     if parameters.keys() != local.keys():
         raise ContractError(
-            f"the model's parameters and the checkpoint's mapping differ in {sorted(parameters.keys() ^ local.keys())}; "
+            f"the model's parameters and the mapping differ in {sorted(parameters.keys() ^ local.keys())}; "
             "this megatron-core names them in a way that is not supported"
         )
     with torch.no_grad():
@@ -131,7 +131,7 @@ def load_tensors(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def export_hf(model: GPTModel) -> dict[str, Tensor] | None:
-    """The model's weights by Hugging Face name, as copies in the model's type: on tensor parallel rank 0; elsewhere None.
+    """Copies of the weights by Hugging Face name, in the model's type, on tensor parallel rank 0; elsewhere None.
 
     Every tensor parallel rank must call it. Nothing is computed or cast, so bits survive the round trip.
     """
@@ -149,7 +149,7 @@ def export_hf(model: GPTModel) -> dict[str, Tensor] | None:
 
 
 def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> None:
-    """Write ``config.json`` and ``model.safetensors``; every rank must call it, tensor parallel rank 0 of CP rank 0 writes.
+    """Write ``config.json`` and ``model.safetensors``; every rank must call it, the first one writes.
 
     Raises:
         ContractError: the folder already holds weights.

@@ -88,7 +88,7 @@ class ModelConfig:
         return model
 
     def check(self, profile: Profile, parallel: ParallelConfig) -> None:
-        """Refuse, in one message, a profile made for another model or a cut that the model or the profile does not allow."""
+        """Raise one ContractError for a profile of another model and every cut that model or profile don't allow."""
         problems = self._profile_problems(profile) + self._parallel_problems(profile, parallel)
         if problems:
             raise ContractError("rl-megatron: " + "; ".join(problems))
@@ -134,7 +134,7 @@ class ModelConfig:
 
 
 def _refusal(problems: list[str]) -> str:
-    return f"this checkpoint's config.json is not supported: {'; '.join(problems)}. Supported: {sorted(ARCHITECTURES)}, dense, no bias"
+    return f"config.json is not supported: {'; '.join(problems)}; supported: {sorted(ARCHITECTURES)}, dense, no bias"
 
 
 def _unsupported(config: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """What Megatron-core asks of CUDA, answered on a machine without CUDA.
 
-Megatron-core calls ``torch.cuda.current_device()`` where it allocates on "the" device. On a CPU the answer is the CPU device.
-This module is the only place that replaces a function of another library; the replacement lives inside ``cpu_device()``.
+Megatron-core calls ``torch.cuda.current_device()`` where it allocates on "the" device; on a CPU the answer is the CPU.
+No other module replaces a function of another library, and the replacement lives only inside ``cpu_device()``.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Megatron modules whose arithmetic is the strict operators'.
 
-Parameters, names and sharding are the stock modules'; only ``forward`` differs. ``settings`` is bound to a class by ``bind``,
-because Megatron instantiates the classes of a layer spec itself, and which extra arguments it passes depends on its version.
+Parameters, names and sharding are the stock modules'; only ``forward`` differs. ``settings`` is bound to a class by
+``bind``, because Megatron instantiates a layer spec's classes itself, with arguments that depend on its version.
 """
 
 import math
@@ -150,7 +150,7 @@ class StrictCoreAttention(torch.nn.Module):
         """q [T, Hq/t, D], k and v [T, Hkv/t, D] of this rank's tokens -> [T, Hq/t * D]."""
         if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
             raise ContractError(
-                "strict attention takes packed sequences without mask or bias; build the input with rl_megatron.PackedBatch"
+                "strict attention takes packed sequences without mask or bias; build them with rl_megatron.PackedBatch"
             )
         q, k = rl_attn.rotary(query, key, packed_seq_params.positions, self.table)
         comm: Communicator = topology.communicator(self._cp_group)
@@ -166,7 +166,7 @@ class StrictCoreAttention(torch.nn.Module):
 
 
 def residual_add(training: bool, fused: bool) -> Any:
-    """Megatron's bias-dropout-add slot: the residual sum in fp32, rounded once to the model's type; no dropout, no bias."""
+    """Megatron's bias-dropout-add slot: the residual sum in fp32, rounded once to the model's type."""
     return _residual_add
 
 
@@ -176,7 +176,7 @@ def _residual_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, p
         raise ContractError(
             f"strict residual add got a bias ({bias is not None}) and dropout {prob}; supported: neither"
         )
-    # one addition of two values of the model's type is exact in fp32 up to its own rounding, so torch's add is the contract
+    # torch adds two bf16 values in fp32 and rounds once, which is the contract
     return x + residual
 
 
@@ -224,9 +224,10 @@ class StrictEmbedding(torch.nn.Module):
 
 
 class StrictHead(torch.nn.Module):
-    """Stands where the output layer stood, with its parameter (none where the head is tied); hands the hidden states through.
+    """Stands where the output layer stood, with its parameter (none where tied); hands the hidden states through.
 
-    Logits are never made: ``rl_megatron.scoring`` gives the hidden states and the head's rows to ``rl_logprob.linear_logprob``.
+    Logits are never made: ``rl_megatron.scoring`` gives the hidden states and the head's rows to
+    ``rl_logprob.linear_logprob``.
     """
 
     def __init__(self, stock: Any, settings: Settings) -> None:

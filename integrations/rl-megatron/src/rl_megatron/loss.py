@@ -1,7 +1,7 @@
 """GRPO's loss over response tokens in packed order: fp64 terms, one fixed order of addition, the same on every rank.
 
 ratio = exp(logp - logp_old); loss of a token = -min(ratio A, clip(ratio) A) + kl_coef * k3, with
-k3 = exp(ref - logp) - (ref - logp) - 1 (Schulman, "Approximating KL Divergence", KL(policy || reference) over policy samples).
+k3 = exp(ref - logp) - (ref - logp) - 1 (Schulman, "Approximating KL Divergence": KL(policy || reference)).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from rl_contract.primitives import LOG2E, exp2_f64
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """``clip_low``, ``clip_high``: the ratio is kept in ``[1 - clip_low, 1 + clip_high]``; ``kl_coef`` weighs the reference KL."""
+    """The ratio is kept in ``[1 - clip_low, 1 + clip_high]``; ``kl_coef`` weighs the reference KL."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -31,7 +31,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class Loss:
-    """``value`` fp64 scalar with gradient; the rest are sums over valid tokens, ready to be added over micro-batches."""
+    """``value`` is an fp64 scalar with gradient; the rest are sums over valid tokens, to be added over batches."""
 
     value: Tensor
     valid_count: int
@@ -57,7 +57,8 @@ def grpo_loss(
         logprob: fp32 ``[n]``, with gradient.
         old_logprob, advantages: ``[n]``, fp32.
         mask: bool ``[n]``; masked tokens add nothing to value and gradient, whatever they hold.
-        denominator: valid tokens of the whole step, over all micro-batches; 0 where there is none, which gives a loss of 0.
+        denominator: valid tokens of the whole step, over all micro-batches; 0 where there is none, which gives a loss
+        of 0.
         ref_logprob: fp32 ``[n]``; needed where ``config.kl_coef`` is above 0.
 
     Raises:

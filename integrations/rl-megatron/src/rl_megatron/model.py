@@ -102,7 +102,7 @@ def module_classes(model: GPTModel) -> dict[str, str]:
 
 
 def shard_dim(name: str) -> int | None:
-    """Along which dimension tensor parallel ranks cut a parameter of this name; None where every rank holds all of it."""
+    """The dimension along which TP ranks cut a parameter of this name; None where every rank holds all of it."""
     if name.endswith(("linear_qkv.weight", "linear_fc1.weight", "word_embeddings.weight", "output_layer.weight")):
         return 0
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):

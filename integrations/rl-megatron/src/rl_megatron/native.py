@@ -1,6 +1,7 @@
 """The native arm: Megatron-core's own operators, and the plainest torch where Megatron has none for a CPU."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class PackedDotProductAttention(torch.nn.Module):
             value = _GatherTokens.apply(value, self._cp_group)[order]
         out = []
         start = 0
-        for a, b in zip(cu[:-1], cu[1:]):
+        for a, b in pairwise(cu):
             n = (b - a) // batch.cp
             positions = packed_seq_params.positions[start : start + n]
             mask = positions[:, None] >= torch.arange(b - a, device=positions.device)[None, :]

@@ -1,4 +1,4 @@
-"""AdamW on fp32 masters with gradients, norm and update whose bits depend on neither tensor parallel size nor thread count."""
+"""AdamW on fp32 masters; gradients, norm and update depend on neither TP size nor thread count, bit for bit."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from rl_megatron.model import shard_dim
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW as in torch (decoupled decay); ``weight_decay`` leaves vectors alone; ``clip_grad`` 0 turns clipping off."""
+    """AdamW as in torch; ``weight_decay`` leaves vectors alone, ``clip_grad=0`` turns clipping off."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
@@ -92,8 +92,8 @@ class StrictOptimizer:
     def grad_norm(self) -> float:
         """Euclidean norm over the whole model.
 
-        A sharded gradient is cut in the profile's leaves along its sharded dimension; squares of a leaf are summed in fp64
-        by a tree its size alone decides, leaves and parameters likewise, so the bits are those of one rank.
+        A sharded gradient is cut in the profile's leaves along its sharded dimension; squares of a leaf are summed in
+        fp64 by a tree its size alone decides, leaves and parameters likewise, so the bits are those of one rank.
         """
         comm = topology.tensor_parallel()
         totals = []
@@ -116,7 +116,7 @@ class StrictOptimizer:
         """Reduce, clip and update; masters are rounded once to the model's type.
 
         Returns:
-            ``grad_norm`` before clipping, ``clip_coef``, and ``skipped``: a gradient that is not finite changes nothing.
+            ``grad_norm`` before clipping, ``clip_coef``, ``skipped`` (a gradient that is not finite changes nothing).
         """
         self.reduce()
         norm = self.grad_norm()

@@ -40,7 +40,7 @@ def token_logprobs(model: GPTModel, batch: PackedBatch, *, temperature: float = 
         )
     if not temperature > 0:
         raise ContractError(
-            f"temperature={temperature}, supported: above 0; a greedy rollout is scored at the temperature of its log-probs"
+            f"temperature={temperature}, supported: above 0; give that of the rollout's log-probabilities"
         )
     comm = topology.context_parallel()
     mine = batch.for_rank(comm.rank)
@@ -104,7 +104,10 @@ def _head_weight(model: GPTModel) -> Tensor:
 
 
 class _GatherSlots(torch.autograd.Function):
-    """Every rank's values in packed order on every rank. The loss is computed alike on all ranks, so backward keeps a rank's own part."""
+    """Every rank's values in packed order on every rank.
+
+    The loss is computed alike on all ranks, so backward keeps a rank's own part.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, batch: PackedBatch, comm: Communicator) -> Tensor:

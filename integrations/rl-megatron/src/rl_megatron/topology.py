@@ -44,7 +44,7 @@ def start(rank: int, parallel: ParallelConfig, init_method: str) -> None:
     """
     if not 0 <= rank < parallel.world_size:
         raise ContractError(
-            f"rank {rank} of a world of tp={parallel.tp} x cp={parallel.cp} = {parallel.world_size}; give 0 to {parallel.world_size - 1}"
+            f"rank {rank} with tp={parallel.tp} and cp={parallel.cp}; supported: 0 to {parallel.world_size - 1}"
         )
     if parallel_state.model_parallel_is_initialized():
         raise ContractError(

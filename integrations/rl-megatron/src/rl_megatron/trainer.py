@@ -16,11 +16,11 @@ from rl_megatron import checkpoint, topology
 from rl_megatron.batch import PackedBatch, micro_batches
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
-from rl_megatron.scoring import token_logprobs
 from rl_megatron.loss import LossConfig, fixed_sum, grpo_loss
 from rl_megatron.model import Mode, build_model, module_classes
 from rl_megatron.native import native_substitutions
 from rl_megatron.optimizer import OptimizerConfig, StrictOptimizer
+from rl_megatron.scoring import token_logprobs
 
 
 class TrainerRank:
@@ -73,7 +73,7 @@ class TrainerRank:
         """Check everything, join the world, build and load the model; returns ``report()``.
 
         Raises:
-            ContractError: an unsupported checkpoint, cut or profile, before the world is joined; a defective weight file.
+            ContractError: an unsupported config, cut or profile, before the world is joined; a defective weight file.
         """
         self._hf_config = checkpoint.read_config(self.hf_path)
         ModelConfig.from_hf(self._hf_config).check(self.profile, self.parallel)
@@ -89,7 +89,7 @@ class TrainerRank:
     def logprobs(
         self, samples: Sequence[Any], *, temperature: float = 1.0, with_entropy: bool = False
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """Score without gradients: one fp32 array a sample, as long as its response; entropies in a second list on demand.
+        """Score without gradients: one fp32 array a sample, as long as its response (and a list of entropies).
 
         Args:
             samples: ``Sample``, mappings or ``(prompt, response[, mask])``, see ``rl_megatron.Sample.of``.
@@ -136,8 +136,9 @@ class TrainerRank:
             old_logprobs, ref_logprobs: one array a sample, as long as its response.
 
         Returns:
-            ``loss``, ``policy_loss``, ``kl`` (mean k3), ``ratio_mean``, ``clip_fraction``, ``grad_norm``, ``clip_coef``,
-            ``valid_count``, ``tokens``, ``skipped`` and ``logprobs`` (those of the training forward, one array a sample).
+            ``loss``, ``policy_loss``, ``kl`` (mean k3), ``ratio_mean``, ``clip_fraction``, ``grad_norm``,
+            ``clip_coef``, ``valid_count``, ``tokens``, ``skipped`` and ``logprobs`` (of the training forward, one array
+            a sample).
             A step without a valid token has loss 0 and changes nothing.
         """
         batches = self._batches(samples)
