@@ -1,9 +1,12 @@
 """The public functions: argument checks, then the ops."""
 
+from typing import Any
+
 import torch
 
 from rl_attn import ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
 from rl_attn.checks import (
+    check_call,
     refuse_variants,
     require_cu_seqlens,
     require_device,
@@ -61,7 +64,7 @@ def attention_packed(
     key_tile: int = 64,
     segment: int = 512,
     return_lse: bool = False,
-    **variants: object,
+    **variants: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over packed sequences; differentiable in q, k and v.
 
@@ -72,26 +75,19 @@ def attention_packed(
             default: the last rows of the sequence.
         scale: factor on scores, usually ``D ** -0.5``.
         key_tile, segment: keys per tile and per segment; part of the contract.
-        variants: names of other attention kinds (``causal``, ``sliding_window``, ``softcap``, ...), refused unless neutral.
+        variants: names of other attention kinds (``causal``, ``sliding_window``, ``softcap``, ...), refused unless
+            neutral.
 
     Returns:
-        out ``[Tq, Hq, D]`` as q; with ``return_lse`` also the natural log of the sum, fp32 ``[Tq, Hq]``, without gradient.
+        out ``[Tq, Hq, D]`` as q; with ``return_lse`` also the natural log of the row's sum of exponentials, fp32
+        ``[Tq, Hq]``, without gradient.
 
     Raises:
         ContractError: shapes, dtypes, lengths, positions or a variant that the contract does not cover.
         MissingSupport: a device without kernels.
     """
     where = "attention_packed"
-    refuse_variants(where, variants)
-    require_device(where, q, k, v)
-    require_dtype(where, q=q, k=k, v=v)
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
-        raise ContractError(
-            f"{where} got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; supported: q [Tq, Hq, D], "
-            "k and v [Tk, Hkv, D]"
-        )
-    require_heads(where, q.shape[1], k.shape[1], q.shape[2])
-    require_tiles(where, scale, key_tile, segment)
+    check_call(where, q, k, v, scale, key_tile, segment, variants)
     require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
     positions = _checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
@@ -139,7 +135,7 @@ def attention_paged(
     key_tile: int = 64,
     segment: int = 512,
     return_lse: bool = False,
-    **variants: object,
+    **variants: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention over a paged cache: prefill, chunks, prefix hits and decode alike; no gradient.
 
@@ -171,8 +167,8 @@ def attention_paged(
     requests = seq_lens.numel()
     if query_start_loc.shape != (requests + 1,) or block_table.dim() != 2 or block_table.shape[0] != requests:
         raise ContractError(
-            f"{where} got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, block_table "
-            f"{tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
+            f"{where} got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, "
+            f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
         )
     out, lse = ops.paged(q, cache.k, cache.v, query_start_loc, seq_lens, block_table, float(scale), key_tile, segment)
     return (out, lse) if return_lse else out
@@ -182,8 +178,8 @@ def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: 
     """Store keys and values at their slots, in place.
 
     Args:
-        k, v: ``[T, Hkv, D]`` of the cache's dtype. slot_mapping: int ``[T]``, ``block * block_size + offset``; a negative
-            slot is padding and is skipped.
+        k, v: ``[T, Hkv, D]`` of the cache's dtype.
+        slot_mapping: int ``[T]``, ``block * block_size + offset``; a negative slot is padding and is skipped.
 
     Raises:
         ContractError: shapes, dtypes, or a slot beyond the cache; nothing is written then.

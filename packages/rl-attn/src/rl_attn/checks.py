@@ -67,11 +67,35 @@ def require_cu_seqlens(where: str, name: str, cu_seqlens: torch.Tensor, tokens: 
     """Starts at 0, never falls, ends at the number of tokens."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ContractError(
-            f"{where} got {name} {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; supported: int32 or int64 [sequences + 1]"
+            f"{where} got {name} {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; supported: int32 or int64 "
+            "[sequences + 1]"
         )
     falls = bool((cu_seqlens[1:] < cu_seqlens[:-1]).any())
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != tokens or falls:
         raise ContractError(
-            f"{where} got {name}={cu_seqlens.tolist()[:16]} for {tokens} tokens; it must start at 0, never fall and end "
-            "at the number of tokens; slice padding rows off first"
+            f"{where} got {name}={cu_seqlens.tolist()[:16]} for {tokens} tokens; it must start at 0, never fall and "
+            "end at the number of tokens; slice padding rows off first"
         )
+
+
+def check_call(
+    where: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    key_tile: int,
+    segment: int,
+    variants: dict[str, Any],
+) -> None:
+    """Refuse what the contract does not cover in tensors, tiles and variants of a packed call."""
+    refuse_variants(where, variants)
+    require_device(where, q, k, v)
+    require_dtype(where, q=q, k=k, v=v)
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ContractError(
+            f"{where} got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; supported: q [Tq, Hq, D], "
+            "k and v [Tk, Hkv, D]"
+        )
+    require_heads(where, q.shape[1], k.shape[1], q.shape[2])
+    require_tiles(where, scale, key_tile, segment)

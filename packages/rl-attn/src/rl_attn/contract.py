@@ -29,20 +29,23 @@ def attention(settings: Settings) -> Contract:
     dtype = settings.dtype
     return Contract(
         boundary="attention",
-        dependency="row at absolute position p sees keys 0..p of its own sequence; query head h uses kv head h // (Hq / Hkv)",
+        dependency=(
+            "row at absolute position p sees keys 0..p of its own sequence; query head h uses kv head h // (Hq / Hkv)"
+        ),
         partition=(
-            f"keys in tiles of {settings.key_tile} and tiles in segments of {settings.segment}, both aligned to absolute "
-            "position 0; masked keys take no part"
+            f"keys in tiles of {settings.key_tile} and tiles in segments of {settings.segment}, both aligned to "
+            "absolute position 0; masked keys take no part"
         ),
         merge=(
             "score: chain over head_dim ascending from +0, then one product with c = fp32(fp64(scale) * log2(e)); "
-            "tile: m' = max(m, scores), alpha = exp2(m - m') or 0 for the empty state, p_j = exp2(s_j - m') or 0 for s_j = -inf, "
-            "O = O * alpha then + p_j * v_j, l = l * alpha then + p_j, j ascending; segment: tiles ascending from the empty "
-            "state (m=-inf, l=0, O=0); segments folded left, ascending, from the empty state: m' = max(M, m), "
-            "a = exp2(M - m'), b = exp2(m - m'), O = O * a + O_s * b, l = l * a + l_s * b; out = O / l; "
-            "lse = m * fp32(ln 2) + ln(l). Backward: delta = chain over head_dim of dO * O; p = exp2(s - fp32(lse * log2(e))); "
-            "dP chain over head_dim; dS = p * (dP - delta); dQ = scale * chain over keys ascending of dS * k; dV and dK of a key = "
-            "chain over its queries in ascending position, heads of the group ascending, of p * dO and dS * q (dK times scale)"
+            "tile: m' = max(m, scores), alpha = exp2(m - m') or 0 for the empty state, p_j = exp2(s_j - m') or 0 for "
+            "s_j = -inf, O = O * alpha then + p_j * v_j, l = l * alpha then + p_j, j ascending; segment: tiles "
+            "ascending from the empty state (m=-inf, l=0, O=0); segments folded left, ascending, from the empty state: "
+            "m' = max(M, m), a = exp2(M - m'), b = exp2(m - m'), O = O * a + O_s * b, l = l * a + l_s * b; "
+            "out = O / l; lse = m * fp32(ln 2) + ln(l). Backward: delta = chain over head_dim of dO * O; "
+            "p = exp2(s - fp32(lse * log2(e))); dP chain over head_dim; dS = p * (dP - delta); dQ = scale * chain over "
+            "keys ascending of dS * k; dV and dK of a key = chain over its queries in ascending position, heads of the "
+            "group ascending, of p * dO and dS * q (dK times scale)"
         ),
         precision={"input": dtype, "product": "float32", "accumulator": "float32", "state": "float32", "output": dtype},
         rounding=(
@@ -77,7 +80,9 @@ def rotary(settings: Settings) -> Contract:
     rule = ", ".join(f"{k}={rope[k]!r}" for k in sorted(rope))
     return Contract(
         boundary="rotary",
-        dependency="element i of the first rotary_dim of a head pairs with i + rotary_dim/2; the rest of the head passes through",
+        dependency=(
+            "element i of the first rotary_dim of a head pairs with i + rotary_dim/2; the rest of the head is copied"
+        ),
         partition=f"per token and head; absolute int64 positions; {rule}",
         merge="y1 = x1 * cos - x2 * sin; y2 = x2 * cos + x1 * sin; backward: the same with -sin",
         precision={"input": dtype, "product": "float32", "accumulator": "float32", "state": "float32", "output": dtype},

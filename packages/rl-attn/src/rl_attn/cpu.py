@@ -98,7 +98,8 @@ def attention_forward(
 ):  # fmt: skip
     """Rows of tasks first_task, first_task + step, ...; returns the largest number of segments folded into a row.
 
-    q: flat storage, q_strides int64 [2] (token, head). positions int64 [T]. out [T, Hq, D] storage type, lse fp32 [T, Hq].
+    q: flat storage, q_strides int64 [2] (token, head). positions int64 [T]. out [T, Hq, D] storage type, lse fp32
+    [T, Hq].
     """
     rows_max = 0
     for t in range(tasks.shape[0]):

@@ -1,7 +1,7 @@
 """Backward attention on the CPU, contract ``attention``: two passes, each output one fp32 chain, rounded once.
 
-delta: chain over head_dim of dO * O. Queries pass: dQ adds its keys in ascending order, times scale. Keys pass: dV and dK
-of a key add its queries in ascending position and, inside a position, heads of the group ascending; dK times scale.
+delta: chain over head_dim of dO * O. Queries pass: dQ adds its keys in ascending order, times scale. Keys pass: dV and
+dK of a key add its queries in ascending position and, inside a position, heads of the group ascending; dK times scale.
 p = exp2(s - lse * log2(e)) and dS = p * (dP - delta) stay fp32. Scratch is a few tiles a thread: no S x S buffer.
 """
 
@@ -114,8 +114,8 @@ def grad_keys(
 ):  # fmt: skip
     """dk, dv [Tk, Hkv, D] of tasks (sequence, first key row, keys) x kv head.
 
-    order int64 [Tq]: query rows, ascending in position inside each sequence (cu_rows). key_positions int64 [Tk], ascending
-    inside each sequence. strides as in ``grad_queries``.
+    order int64 [Tq]: query rows, ascending in position inside each sequence (cu_rows). key_positions int64 [Tk],
+    ascending inside each sequence. strides as in ``grad_queries``.
     """
     rows_per_block = max(1, ROWS_PER_BLOCK // group)
     rows = rows_per_block * group

@@ -1,7 +1,7 @@
 """Rotation and the cos/sin table on the CPU, contract ``rotary``.
 
-Rotation: two fp32 products, then one sum or difference, one rounding to the model's type. Table: pi/2 reduction in three
-parts and Taylor series in fp64, rounded once to fp32; no libm, so that every machine builds the same table.
+Rotation: two fp32 products, then one sum or difference, one rounding to the model's type. Table: pi/2 reduction in
+three parts and Taylor series in fp64, rounded once to fp32; no libm, so that every machine builds the same table.
 """
 
 import math

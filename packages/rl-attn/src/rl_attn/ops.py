@@ -139,9 +139,9 @@ def _(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_ti
 
 
 _PAGE_ERRORS = {
-    1: "attention_paged got query_start_loc[{at}]={value} for {tokens} query rows; it must start at 0, never fall and end "
-    "at the number of rows; slice padding rows off first",
-    2: "attention_paged got seq_lens[{at}]={value}, shorter than its queries or negative; it counts context plus queries",
+    1: "attention_paged got query_start_loc[{at}]={value} for {tokens} query rows; it must start at 0, never fall and "
+    "end at the number of rows; slice padding rows off first",
+    2: "attention_paged got seq_lens[{at}]={value}, less than its queries or negative; it counts context plus queries",
     3: "attention_paged got seq_lens[{at}]={value}, but a row of block_table holds {room} tokens; widen block_table",
     4: "attention_paged got page id {value} for request {at}; supported: 0 to {blocks} - 1; rebuild block_table",
 }

@@ -1,4 +1,4 @@
-"""The slow oracle: plain torch, fp32 elementwise steps in the order that the contract ``attention`` states, no kernels."""
+"""The slow oracle: plain torch, fp32 elementwise steps in the order that the contract states, no kernels."""
 
 import numpy as np
 import torch

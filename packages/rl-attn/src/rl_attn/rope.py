@@ -122,7 +122,8 @@ def _take(kind: str, rule: dict[str, Any], needed: tuple[str, ...], optional: tu
     unknown = sorted(set(rule) - set(needed) - set(optional))
     if missing or unknown:
         raise ContractError(
-            f"rope scaling {kind!r}: missing {missing}, unknown {unknown}; needed {list(needed)}, optional {list(optional)}"
+            f"rope scaling {kind!r}: missing {missing}, unknown {unknown}; needed {list(needed)}, "
+            f"optional {list(optional)}"
         )
 
 

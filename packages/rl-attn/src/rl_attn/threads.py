@@ -1,4 +1,4 @@
-"""Spread independent tasks over threads. Every output element belongs to one task, so threads never show in the bits."""
+"""Spread independent tasks over threads. An output element belongs to one task, so threads never show in the bits."""
 
 import os
 import threading

@@ -1,0 +1,176 @@
+"""Attention over sequences that are split between ranks: each rank keeps its queries, keys and values move as bytes.
+
+The gathered rows are put back into absolute order, so every chain of the contract ``attention`` runs over the same
+values in the same order as on one rank. Backward: queries, dO, lse and delta are gathered, and each rank adds all queries
+onto its own keys in ascending order.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from rl_attn.attention import attention_packed
+from rl_attn.checks import check_call, require_cu_seqlens
+from rl_attn.ops import packed
+from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
+from rl_contract import Communicator, ContractError
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def _chunks(rank: int, world: int, layout: str) -> tuple[int, tuple[int, ...]]:
+    """Into how many equal chunks a sequence is cut, and which of them the rank holds, ascending."""
+    if layout == "zigzag":
+        return 2 * world, (rank, 2 * world - 1 - rank)
+    if layout == "contiguous":
+        return world, (rank,)
+    raise ContractError(f"context parallel got layout {layout!r}; supported: {LAYOUTS}")
+
+
+def _check(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str) -> int:
+    if world < 1 or not 0 <= rank < world:
+        raise ContractError(f"context parallel got rank {rank} of {world}; supported: 0 <= rank < world")
+    chunks, _ = _chunks(rank, world, layout)
+    require_cu_seqlens("context parallel", "cu_seqlens", cu_seqlens, int(cu_seqlens[-1]))
+    lengths = cu_seqlens.diff().tolist()
+    for n, length in enumerate(lengths):
+        if length % chunks:
+            raise ContractError(
+                f"context parallel got length {length} in sequence {n}; layout {layout!r} over {world} ranks needs "
+                f"lengths divisible by {chunks}, pad each sequence at its end and pass the padded cu_seqlens"
+            )
+    return chunks
+
+
+def cp_rows(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str = "zigzag") -> torch.Tensor:
+    """int64 ``[T / world]``: rows of the whole packed batch that a rank holds, in the order in which it holds them.
+
+    Args:
+        cu_seqlens: int ``[sequences + 1]`` of the whole, padded batch.
+        layout: ``zigzag`` (2 * world chunks a sequence, rank r holds r and 2 * world - 1 - r, as Megatron does) or
+            ``contiguous`` (world chunks, rank r holds r).
+
+    Raises:
+        ContractError: a length that the layout does not divide, an unknown layout, a rank outside the world.
+    """
+    chunks = _check(cu_seqlens, rank, world, layout)
+    held = _chunks(rank, world, layout)[1]
+    parts = [torch.zeros(0, dtype=torch.int64)]
+    starts = cu_seqlens.tolist()
+    for begin, end in pairwise(starts):
+        size = (end - begin) // chunks
+        parts += [torch.arange(begin + c * size, begin + (c + 1) * size) for c in held]
+    return torch.cat(parts)
+
+
+def cp_positions(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str = "zigzag") -> torch.Tensor:
+    """int64 ``[T / world]``: absolute position, inside its sequence, of every row that a rank holds."""
+    rows = cp_rows(cu_seqlens, rank, world, layout)
+    return positions_of_all_keys(cu_seqlens, int(cu_seqlens[-1]))[rows]
+
+
+def cp_split(x: torch.Tensor, cu_seqlens: torch.Tensor, rank: int, world: int, layout: str = "zigzag") -> torch.Tensor:
+    """This rank's rows ``[T / world, ...]`` of ``x [T, ...]``."""
+    _require_rows("cp_split", x, int(cu_seqlens[-1]))
+    return x[cp_rows(cu_seqlens, rank, world, layout)]
+
+
+def cp_merge(parts: list[torch.Tensor], cu_seqlens: torch.Tensor, layout: str = "zigzag") -> torch.Tensor:
+    """``[T, ...]`` in absolute order from every rank's rows, rank 0 first; the inverse of ``cp_split``."""
+    gathered = torch.cat(parts)
+    _require_rows("cp_merge", gathered, int(cu_seqlens[-1]))
+    return gathered[_merge_order(cu_seqlens, len(parts), layout)]
+
+
+def _require_rows(where: str, x: torch.Tensor, tokens: int) -> None:
+    if x.shape[0] != tokens:
+        raise ContractError(f"{where} got {x.shape[0]} rows; cu_seqlens describes {tokens}")
+
+
+def _merge_order(cu_seqlens: torch.Tensor, world: int, layout: str) -> torch.Tensor:
+    """int64 [T]: where row t of the whole batch lies in the concatenation of the ranks' rows."""
+    return torch.cat([cp_rows(cu_seqlens, r, world, layout) for r in range(world)]).argsort()
+
+
+class _ContextParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, cu: Any, cu_local: Any, positions: Any, order: Any, comm: Any, scale: Any,
+        key_tile: Any, segment: Any,
+    ) -> Any:  # fmt: skip
+        every_k, every_v = _gather(comm, order, k, v)
+        out, lse = packed(q, every_k, every_v, cu_local, cu, positions, scale, key_tile, segment)
+        # the gathered keys are not kept: only this rank's share stays until the backward
+        ctx.save_for_backward(q, k, v, out, lse, cu, cu_local, positions, order)
+        ctx.comm, ctx.scale = comm, scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse, cu, cu_local, positions, order = ctx.saved_tensors
+        comm, scale = ctx.comm, ctx.scale
+        grad_out = grads[0]
+        delta = row_delta(grad_out, out)
+        # every rank takes part in every gather, whatever its own inputs need
+        every_k, every_v = _gather(comm, order, k, v)
+        dq = grad_queries(grad_out, q, every_k, every_v, lse, delta, cu_local, cu, positions, scale)
+        del every_k, every_v
+        every_grad, every_q, every_lse, every_delta = _gather(comm, order, grad_out, q, lse, delta)
+        every_position = positions_of_all_keys(cu, order.numel())
+        dk, dv = grad_keys(
+            every_grad, every_q, k, v, every_lse, every_delta, cu, cu_local, every_position, positions, scale
+        )
+        return dq, dk, dv, *([None] * 8)
+
+
+def _gather(comm: Communicator, order: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's rows of each tensor, in absolute order."""
+    return [comm.all_gather(x.contiguous(), dim=0)[order] for x in tensors]
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    layout: str = "zigzag",
+    comm: Communicator | None,
+    scale: float,
+    key_tile: int = 64,
+    segment: int = 512,
+    return_lse: bool = False,
+    **variants: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention whose sequences are split over the ranks of ``comm``; the bits are those of one rank.
+
+    Args:
+        q: ``[T / world, Hq, D]``; k, v: ``[T / world, Hkv, D]``: this rank's rows, as ``cp_split`` gives them.
+        cu_seqlens: int ``[sequences + 1]`` of the whole batch, each sequence padded at its end to what the layout
+            divides. Padding changes no real row; with a dO of zero in padding rows no real gradient either.
+        layout: ``zigzag`` or ``contiguous``, see ``cp_rows``.
+        comm: the context parallel ranks; None is a world of one.
+        scale, key_tile, segment, return_lse, variants: as in ``attention_packed``.
+
+    Returns:
+        as ``attention_packed``, for this rank's rows. Gradients of k and v are complete: no reduction remains.
+
+    Raises:
+        ContractError: as ``attention_packed``, and lengths or row counts that the layout does not fit.
+    """
+    rank, world = (0, 1) if comm is None else (comm.rank, comm.world_size)
+    positions = cp_positions(cu_seqlens, rank, world, layout)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _require_rows(f"context_parallel_attention, {name},", x, positions.numel())
+    if comm is None or world == 1:
+        return attention_packed(
+            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, scale=scale, key_tile=key_tile, segment=segment,
+            return_lse=return_lse, **variants,
+        )  # fmt: skip
+    check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
+    order = _merge_order(cu_seqlens, world, layout)
+    cu = cu_seqlens.long()
+    out, lse = _ContextParallel.apply(q, k, v, cu, cu // world, positions, order, comm, float(scale), key_tile, segment)
+    return (out, lse) if return_lse else out
