@@ -1,4 +1,4 @@
-"""Model-type tensors inside Numba kernels: bf16 travels as uint16, and the type is chosen when the kernel is compiled."""
+"""Model-type tensors inside Numba kernels: bf16 travels as uint16; the type is chosen when the kernel is compiled."""
 
 from typing import Any
 

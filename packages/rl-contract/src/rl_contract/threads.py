@@ -12,17 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+_pools: dict[int, ThreadPoolExecutor] = {}
 _lock = threading.Lock()
 
 
+def _forget() -> None:
+    global _lock
+    _pools.clear()
+    _lock = threading.Lock()
+
+
+# a forked child inherits pools without their threads, and perhaps a lock that nobody will release
+os.register_at_fork(after_in_child=_forget)
+
+
 def _pool(workers: int) -> ThreadPoolExecutor:
-    # a forked child inherits the dictionary but not the threads, hence the process id in the key
-    key = (os.getpid(), workers)
     with _lock:
-        if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(workers, thread_name_prefix="rl-kernel")
-        return _pools[key]
+        if workers not in _pools:
+            _pools[workers] = ThreadPoolExecutor(workers, thread_name_prefix="rl-kernel")
+        return _pools[workers]
 
 
 def for_ranges(body: Callable[[int, int], object], count: int, work: float) -> None:

@@ -1,13 +1,14 @@
 """CPU GEMM: contracts gemm.column (chain) and gemm.row (tree(G)), and the weight gradient's token blocks.
 
 Order: each output has one fp32 accumulator per leaf, starting at +0; k ascends; multiply, then add, two roundings.
-Leaves are joined by the balanced tree, lower k left, or folded left (token blocks). Bias and output type come after, in ops.
+Leaves are joined by the balanced tree, lower k left, or folded left (token blocks). Bias and output type come in ops.
 Tiles of 64 columns and up to 4 rows and blocks of 128 k only decide when a running sum rests in memory.
 """
 
 import numba as nb
 import numpy as np
 
+from rl_contract.jit import kernel
 from rl_gemm.simd import (
     COLUMNS,
     read_bf16,
@@ -71,13 +72,13 @@ def _accumulate(acc, a, a_row, a_k, panel, rows, depth):
         tile3(at, a_at, a_row, a_k, panel, depth)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def gemm(a, a_row, a_k, b, b_col, b_k, bf16, out, m, n, k, leaves, fused, merge, first, last):
     """out[m, n] = sum over k of a[m, k] * b[n, k], for the units ``first`` to ``last`` of 256 rows x 64 columns.
 
     ``a`` is the address of fp32 values with strides (a_row, a_k); ``b`` of bf16 bits or fp32 with strides (b_col, b_k);
-    ``out`` is contiguous fp32. TREE: leaf g is the g-th part of each of the ``fused`` equal sections of k, in their order.
-    FOLD: ``leaves`` is the length of a block, the last block may be short.
+    ``out`` is contiguous fp32. TREE: leaf g is the g-th part of each of the ``fused`` equal sections
+    of k, in their order. FOLD: ``leaves`` is the length of a block, the last block may be short.
     """
     row_units = (m + ROWS - 1) // ROWS
     height = min(m, ROWS)

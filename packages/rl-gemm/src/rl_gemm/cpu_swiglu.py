@@ -4,16 +4,16 @@ Order: element-wise, nothing is summed across elements. Rounds to fp32 after exp
 product with up, then once to the model's type.
 """
 
-import numba as nb
 import numpy as np
 
 from rl_contract.arrays import narrow, widen
+from rl_contract.jit import kernel
 from rl_contract.primitives import exp_f32
 
 _ONE = np.float32(1.0)
 
 
-@nb.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def forward(gate_up, out, first, last):
     """out[i, f] = g / (1 + exp(-g)) * u for rows ``first`` to ``last``; gate_up [M, 2F], out [M, F]."""
     width = out.shape[1]
@@ -23,7 +23,7 @@ def forward(gate_up, out, first, last):
             out[i, f] = narrow(g / (_ONE + exp_f32(-g)) * u, out[i, f])
 
 
-@nb.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def backward(dy, gate_up, out, first, last):
     """out[i] = [dgate, dup], with s = 1 / (1 + exp(-g)).
 

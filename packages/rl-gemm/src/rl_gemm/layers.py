@@ -10,7 +10,7 @@ from rl_gemm import ops
 
 
 def add_to_main_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
-    """Add fp32 ``grad`` to ``weight.main_grad`` where that is fp32, and return None; else return it in weight's type."""
+    """Add fp32 ``grad`` to an fp32 ``weight.main_grad`` and return None; without one return it in weight's type."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype != torch.float32:
         return grad.to(weight.dtype)
@@ -94,7 +94,7 @@ def _apply(
 ) -> Tensor:
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[-1] == 0:
         raise ContractError(
-            f"linear got x {tuple(x.shape)} and weight {tuple(weight.shape)}; needs x [..., K], weight [N, K], one K > 0"
+            f"linear got x {tuple(x.shape)}, weight {tuple(weight.shape)}; needs x [..., K], weight [N, K], one K > 0"
         )
     out_dtype = out_dtype or x.dtype
     rows = x.reshape(-1, x.shape[-1])
@@ -149,7 +149,7 @@ def row_parallel_linear(
     leaves: int = 1,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Linear layer whose inputs are sharded: tree(G) over the global K, bias in fp32, one rounding; the same on all ranks.
+    """Linear layer whose inputs are sharded: tree(G) over the global K, bias in fp32, one rounding, same on all ranks.
 
     Args:
         x: [..., K/t], bf16 or fp32, rank r's part.

@@ -136,7 +136,7 @@ def _(
 def _check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> None:
     if dy.dim() != 2 or weight.dim() != 2 or dy.shape[1] != weight.shape[0]:
         raise ContractError(
-            f"grad_input got dy {tuple(dy.shape)} and weight {tuple(weight.shape)}; needs dy [M, N], weight [N, K], one N"
+            f"grad_input got dy {tuple(dy.shape)}, weight {tuple(weight.shape)}; needs dy [M, N], weight [N, K], one N"
         )
     check_type("dy", dy)
     check_type("weight", weight)

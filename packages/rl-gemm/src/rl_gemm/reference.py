@@ -56,7 +56,7 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[M, 2F] -> [M, F]. Here exp is fp64's, rounded; the named primitive may differ by 1 ulp in about 1 of 1e8 values."""
+    """[M, 2F] -> [M, F]. exp is fp64's, rounded: the named primitive may differ by 1 ulp in about 1 of 1e8 values."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + _exp(-gate)) * up).to(gate_up.dtype)
 

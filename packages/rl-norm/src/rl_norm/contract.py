@@ -12,20 +12,20 @@ def norm(settings: Settings) -> Contract:
     """Every RMSNorm of the model: layer norms with residual, the final norm, q/k norms."""
     if settings.dtype not in _MODEL_TYPES.get(settings.arch, ()):
         raise ContractError(
-            f"norm: dtype={settings.dtype!r} on arch={settings.arch!r}, supported: {_MODEL_TYPES}; choose one of these"
+            f"norm: dtype={settings.dtype!r} on arch={settings.arch!r}, supported: {_MODEL_TYPES}; take one"
         )
     return Contract(
         boundary="norm",
         dependency="a row reads itself, its residual row and weight; no other row",
         partition=(
-            f"sum of squares: lane j of {LANES} holds the elements j, j+{LANES}, ... of the row; weight gradient: rows in "
-            f"packed order in blocks of {ROW_BLOCK} from row 0, for q/k norm within tree leaves of heads, "
+            f"sum of squares: lane j of {LANES} holds the elements j, j+{LANES}, ... of the row; weight gradient: "
+            f"rows in packed order in blocks of {ROW_BLOCK} from row 0, for q/k norm within tree leaves of heads, "
             f"tree(min({settings.leaves}, largest power of two dividing the global heads))"
         ),
         merge=(
-            f"a lane is a chain from +0, ascending, multiply rounded, then add rounded; lanes j and j+{LANES // 2} join, then "
-            f"j and j+{LANES // 4}, and so on; weight gradient: chain inside a block, blocks folded left from +0, leaves by the "
-            "balanced tree, lower heads on the left, the upper levels join ranks in rank order"
+            f"a lane is a chain from +0, ascending, multiply rounded, then add rounded; lanes j and j+{LANES // 2} "
+            f"join, then j and j+{LANES // 4}, and so on; weight gradient: a block is a chain, blocks are folded left "
+            "from +0, leaves by the balanced tree, lower heads on the left, the upper levels join ranks in rank order"
         ),
         precision={
             "input": settings.dtype,

@@ -1,14 +1,15 @@
 """CPU RMSNorm: contract norm.
 
-Order: x + residual rounded to the model's type first; 16 strided lanes over the row, each a chain; lanes join 8, 4, 2, 1 apart.
-Rounds after every fp32 operation (mean by division, rsqrt through fp64, x * rstd, times weight), then once to the model's type.
-The weight gradient adds rows in order, blocks of 64 rows, blocks folded left.
+Order: x + residual rounded to the model's type first; 16 strided lanes over the row, each a chain, joined 8, 4, 2, 1
+apart. Rounds after every fp32 operation (mean by division, rsqrt through fp64, x * rstd, times weight), then to the
+type. The weight gradient adds rows in order, blocks of 64 rows, blocks folded left.
 """
 
 import numba as nb
 import numpy as np
 
 from rl_contract.arrays import narrow, widen
+from rl_contract.jit import kernel
 from rl_contract.primitives import rsqrt_f32
 from rl_norm.contract import LANES, ROW_BLOCK
 
@@ -35,7 +36,7 @@ def _lane_dot(a, b, lanes):
     return lanes[0]
 
 
-@nb.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def forward(x, residual, weight, eps, add, stream, y, rstd, first, last):
     """Rows ``first`` to ``last`` of x [M, H]; with ``add`` also writes stream = x + residual, else reads x alone."""
     width = x.shape[1]
@@ -56,9 +57,9 @@ def forward(x, residual, weight, eps, add, stream, y, rstd, first, last):
             y[i, h] = narrow(row[h] * r * widen(weight[h]), y[i, h])
 
 
-@nb.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def grad_input(dy, stream, weight, rstd, dstream, add, dx, first, last):
-    """dx = rstd * (g - xhat * mean(g * xhat)) (+ dstream), with g = dy * weight and xhat = stream * rstd, in fp32; one rounding."""
+    """dx = rstd * (g - xhat * mean(g * xhat)) (+ dstream), rounded once; g = dy * weight, xhat = stream * rstd."""
     width = dy.shape[1]
     g, xhat = np.empty(width, np.float32), np.empty(width, np.float32)
     lanes = np.empty(LANES, np.float32)
@@ -75,7 +76,7 @@ def grad_input(dy, stream, weight, rstd, dstream, add, dx, first, last):
             dx[i, h] = narrow(d, dx[i, h])
 
 
-@nb.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def grad_weight(dy, stream, rstd, heads, out, first, last):
     """out[leaf, h] = sum of dy * (stream * rstd) over the leaf's rows, for columns ``first`` to ``last``.
 

@@ -23,8 +23,8 @@ def _head_leaves(heads: int, leaves: int, world: int) -> int:
     joined = min(leaves, total & -total)
     if leaves < 1 or leaves & (leaves - 1) or joined % world:
         raise ContractError(
-            f"rms_norm got leaves={leaves} for {total} heads on {world} ranks; supported: a power of two, with ranks dividing "
-            "both leaves and heads; use leaves = the larger TP size of the two engines"
+            f"rms_norm got leaves={leaves} for {total} heads on {world} ranks; needs a power of two, ranks dividing "
+            "leaves and heads; use leaves = the larger TP size of the two engines"
         )
     return joined // world
 

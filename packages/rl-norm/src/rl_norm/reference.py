@@ -7,7 +7,7 @@ from rl_norm.contract import LANES, ROW_BLOCK
 
 
 def lane_sum(x: Tensor) -> Tensor:
-    """fp32 [M, H] -> [M]: lanes j, j+16, ... ascending, then lanes joined 8, 4, 2, 1 apart. Products are already rounded."""
+    """fp32 products [M, H] -> [M]: lanes j, j+16, ... ascending, then lanes joined 8, 4, 2, 1 apart."""
     lanes = torch.zeros(x.shape[0], LANES)
     for start in range(0, x.shape[1], LANES):
         piece = x[:, start : start + LANES]
