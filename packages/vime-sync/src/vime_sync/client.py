@@ -28,11 +28,11 @@ class EngineClient(Protocol):
         ...
 
     def begin(self, session: str) -> None:
-        """Claim the engine for ``session``; it keeps serving. Raise, changing nothing, when another session holds it."""
+        """Claim the engine for ``session``; it keeps serving. Raise, changing nothing, if another session holds it."""
         ...
 
     def cancel(self, session: str) -> None:
-        """Give up a claim under which nothing was paused or transferred; the engine goes on as it was."""
+        """Give up a claim under which nothing was paused; do nothing when ``session`` does not hold the engine."""
         ...
 
     def pause(self) -> None:

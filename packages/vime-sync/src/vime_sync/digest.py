@@ -10,6 +10,7 @@ import torch
 
 from rl_contract import ContractError
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _CHUNK_BYTES = 64 << 20
@@ -32,16 +33,16 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def map_tensors(
-    function: Callable[[torch.Tensor], T], tensors: Iterable[tuple[str, torch.Tensor]], *, threads: int = 2
-) -> Iterator[tuple[str, T]]:
-    """``(name, function(tensor))`` in the order given; sha256 releases the interpreter, so two threads use two cores.
+    function: Callable[[torch.Tensor], T], tensors: Iterable[tuple[K, torch.Tensor]], *, threads: int = 2
+) -> Iterator[tuple[K, T]]:
+    """``(key, function(tensor))`` in the order given; sha256 releases the interpreter, so two threads use two cores.
 
     At most ``2 * threads`` tensors are held at a time, however long ``tensors`` is.
     """
-    pending: deque[tuple[str, Future[T]]] = deque()
+    pending: deque[tuple[K, Future[T]]] = deque()
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        for name, tensor in tensors:
-            pending.append((name, pool.submit(function, tensor)))
+        for key, tensor in tensors:
+            pending.append((key, pool.submit(function, tensor)))
             if len(pending) >= 2 * threads:
                 done, future = pending.popleft()
                 yield done, future.result()

@@ -146,14 +146,7 @@ def from_hf(
 
 def check_hf(hf_tensors: Tensors, shape: ModelShape) -> None:
     """Raise one ContractError that lists every missing, unknown or mis-shaped Hugging Face tensor."""
-    expected = dict(shape.hf_shapes())
-    problems = [f"missing {name}" for name in expected if name not in hf_tensors]
-    # a tied checkpoint may still carry the head as a second name of the embedding
-    allowed = {"lm_head.weight"} if shape.tied else set()
-    problems += [f"unknown {name}" for name in hf_tensors if name not in expected and name not in allowed]
-    for name, want in expected.items():
-        if name in hf_tensors and tuple(hf_tensors[name].shape) != want:
-            problems.append(f"{name} has shape {tuple(hf_tensors[name].shape)}, needed is {want}")
+    problems = shape.problems({name: tuple(tensor.shape) for name, tensor in hf_tensors.items()})
     if shape.tied and "lm_head.weight" in hf_tensors and "model.embed_tokens.weight" in hf_tensors:
         head, embed = hf_tensors["lm_head.weight"], hf_tensors["model.embed_tokens.weight"]
         if head.dtype != embed.dtype or head.shape != embed.shape or not _same_bytes(head, embed):

@@ -100,6 +100,22 @@ class ModelShape:
         if not self.tied:
             yield "lm_head.weight", (self.vocab_size, self.hidden)
 
+    def problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """What is missing, unknown or mis-shaped in ``{hf_name: shape}``, one line each.
+
+        A tied model's checkpoint may still carry ``lm_head.weight``, as a second name of the embedding.
+        """
+        expected = dict(self.hf_shapes())
+        found = [f"missing {name}" for name in expected if name not in shapes]
+        known = {**expected, "lm_head.weight": (self.vocab_size, self.hidden)}
+        found += [f"unknown {name}" for name in shapes if name not in known]
+        found += [
+            f"{name} has shape {tuple(got)}, needed is {known[name]}"
+            for name, got in shapes.items()
+            if name in known and tuple(got) != known[name]
+        ]
+        return found
+
     def check_tp(self, tp: int, rank: int = 0) -> None:
         """Raise ContractError unless heads, key/value heads and the MLP split over ``tp`` ranks."""
         if tp < 1 or not 0 <= rank < tp:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rl_contract import ContractError
-from vime_sync.digest import tensor_digests
+from vime_sync.digest import map_tensors, tensor_digest
 from vime_sync.shape import ModelShape
 
 VOCAB_PADDING = 64
@@ -20,28 +20,37 @@ def vllm_shards(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(hf_name, slice held by this rank)`` in canonical order; padded vocabulary rows are there, as zeros.
 
+    A lazy mapping is read one tensor at a time.
+
     Raises:
-        ContractError: ``tp`` does not fit the model, or a tensor is missing or mis-shaped.
+        ContractError: ``tp`` does not fit, or a tensor is missing: at once; a tensor is mis-shaped: when reached.
     """
     shape.check_tp(tp, tp_rank)
-    expected = dict(shape.hf_shapes())
-    wrong = [name for name, want in expected.items() if name in hf_tensors and tuple(hf_tensors[name].shape) != want]
-    missing = [name for name in expected if name not in hf_tensors]
-    if wrong or missing:
-        raise ContractError(
-            f"{shape.architecture} weights: missing {missing}; mis-shaped "
-            f"{[(name, tuple(hf_tensors[name].shape), expected[name]) for name in wrong]}"
-        )
-    return ((name, _shard(name, hf_tensors[name], shape, tp_rank, tp)) for name in expected)
+    return ((name, shard) for (rank, name), shard in _all_shards(hf_tensors, shape, tp, range(tp_rank, tp_rank + 1)))
 
 
 def shard_digests(hf_tensors: Mapping[str, torch.Tensor], shape: ModelShape, tp: int) -> dict[tuple[int, str], str]:
     """``{(rank, hf_name): sha256}`` over all ranks: what every worker of an engine of this ``tp`` must report."""
-    found: dict[tuple[int, str], str] = {}
-    for rank in range(tp):
-        for name, digest in tensor_digests(vllm_shards(hf_tensors, shape, rank, tp)):
-            found[rank, name] = digest
-    return found
+    shape.check_tp(tp)
+    return dict(map_tensors(tensor_digest, _all_shards(hf_tensors, shape, tp, range(tp))))
+
+
+def _all_shards(
+    hf_tensors: Mapping[str, torch.Tensor], shape: ModelShape, tp: int, ranks: range
+) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+    expected = dict(shape.hf_shapes())
+    if missing := [name for name in expected if name not in hf_tensors]:
+        raise ContractError(f"{shape.architecture} weights lack {', '.join(missing)}; give the whole model")
+
+    def shards() -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+        for name, want in expected.items():
+            tensor = hf_tensors[name]
+            if tuple(tensor.shape) != want:
+                raise ContractError(f"{name} has shape {tuple(tensor.shape)}, {shape.architecture} needs {want}")
+            for rank in ranks:
+                yield (rank, name), _shard(name, tensor, shape, rank, tp)
+
+    return shards()
 
 
 def from_vllm(

@@ -1,0 +1,67 @@
+"""Which version produced which generated tokens of one sample: contiguous spans that cover every token exactly."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_contract import ContractError
+
+
+@dataclass(frozen=True)
+class Span:
+    """Generated tokens ``start <= i < end`` of a sample came from ``version`` (the label an engine stamped on them)."""
+
+    version: str
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, span: Any) -> "Span":
+        """From a tuple ``(version, start, end)`` or an engine's object with these attributes."""
+        if isinstance(span, (tuple, list)) and len(span) == 3:
+            version, start, end = span
+        else:
+            try:
+                version, start, end = span.version, span.start, span.end
+            except AttributeError as error:
+                raise ContractError(f"{span!r} is no version span; give (version, start, end)") from error
+        return cls(str(version), int(start), int(end))
+
+
+def check_spans(spans: Iterable[Any], generated: int) -> tuple[Span, ...]:
+    """The spans in order, provided that they cover tokens 0 to ``generated`` exactly: no gap, overlap or empty span."""
+    found = tuple(Span.of(span) for span in spans)
+    at = 0
+    for span in found:
+        if span.start != at or span.end <= span.start:
+            kind = "gap" if span.start > at else "overlap" if span.start < at else "empty span"
+            raise ContractError(f"version spans {_brief(found)} have a {kind} at token {at} of {generated}")
+        at = span.end
+    if at != generated:
+        raise ContractError(f"version spans {_brief(found)} cover {at} tokens, the sample has {generated}")
+    return found
+
+
+def spans_from_pauses(starts: Sequence[tuple[int, str]], generated: int) -> tuple[Span, ...]:
+    """Spans for an engine that stamps none: ``starts`` lists, in order, the number of tokens a request had when each
+    version began to serve it. Versions under which no token was made leave no span; neighbours of one version join."""
+    merged: list[Span] = []
+    ends = [at for at, _ in starts[1:]] + [generated]
+    for (start, version), end in zip(starts, ends):
+        if end < start:
+            raise ContractError(f"pause boundaries {list(starts)} do not ascend up to {generated} tokens")
+        if merged and merged[-1].version == version:
+            merged[-1] = Span(version, merged[-1].start, end)
+        elif end > start:
+            merged.append(Span(version, start, end))
+    return check_spans(merged, generated)
+
+
+def tokens_digest(token_ids: Sequence[int]) -> str:
+    """Hex sha256 of token ids, as decimal numbers joined by commas."""
+    return hashlib.sha256(",".join(str(int(i)) for i in token_ids).encode()).hexdigest()
+
+
+def _brief(spans: Sequence[Span]) -> list[tuple[str, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans[:6]]
