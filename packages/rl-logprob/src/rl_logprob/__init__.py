@@ -2,6 +2,22 @@
 
 from rl_logprob.checks import padded_vocab_size
 from rl_logprob.linear import linear_logprob
+from rl_logprob.metrics import as_logprobs, rollout_metrics
+from rl_logprob.sampling import greedy_sample, gumbel_sample, request_seed
 from rl_logprob.scores import entropy, full_logprob, selected_logprob
+from rl_logprob.semantics import SamplingSemantics, check_sampling_semantics
 
-__all__ = ["entropy", "full_logprob", "linear_logprob", "padded_vocab_size", "selected_logprob"]
+__all__ = [
+    "SamplingSemantics",
+    "as_logprobs",
+    "check_sampling_semantics",
+    "entropy",
+    "full_logprob",
+    "greedy_sample",
+    "gumbel_sample",
+    "linear_logprob",
+    "padded_vocab_size",
+    "request_seed",
+    "rollout_metrics",
+    "selected_logprob",
+]

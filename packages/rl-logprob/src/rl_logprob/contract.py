@@ -21,19 +21,19 @@ def logprob(settings: Settings) -> Contract:
     return Contract(
         boundary="logprob",
         dependency=(
-            f"ids 0..{settings.vocab_size - 1} of the token's own row; ids at or beyond vocab_size are -inf before the "
-            "maximum; logits are the fp32 accumulators of the lm_head chain (gemm.column), never rounded"
+            f"ids 0..{settings.vocab_size - 1} of the token's own row; ids from vocab_size on are -inf before the maximum;"
+            " logits are the fp32 accumulators of the lm_head chain (gemm.column), never rounded"
         ),
         partition=(
-            f"forward: global ids in tiles of {settings.vocab_tile} from id 0; gradient of hidden: the padded vocabulary "
-            f"in {settings.leaves} equal contiguous leaves, each in blocks of {settings.vocab_tile} ids; gradient of "
+            f"forward: global ids in tiles of {settings.vocab_tile} from id 0; gradient of hidden: the padded vocabulary"
+            f" in {settings.leaves} equal contiguous leaves, each in blocks of {settings.vocab_tile} ids; gradient of "
             "weight: as gemm.column"
         ),
         merge=(
-            f"inside a tile: exact maximum, and the exact int64 sum of round(exp(x - maximum) * 2**{FIXED_POINT_BITS}), "
-            "order-free; over tiles: maximum M, then sum of tile sums times exp(tile maximum - M), left in id order from "
-            "+0 in fp64, a fully masked tile being +0; gradient of hidden: each block a chain, blocks folded left in id "
-            "order in fp32, leaves by the balanced tree, the upper levels over ranks in rank order"
+            f"in a tile: exact maximum, and the exact int64 sum of round(exp(x - maximum) * 2**{FIXED_POINT_BITS}), "
+            "order-free; over tiles: maximum M, then sum of tile sums times exp(tile maximum - M), left in id order "
+            "from +0 in fp64, a fully masked tile being +0; gradient of hidden: each block a chain, blocks folded left "
+            "in id order in fp32, leaves by the balanced tree, the upper levels over ranks in rank order"
         ),
         precision={
             "input": "float32",

@@ -23,7 +23,7 @@ def _array(x: Tensor):  # type: ignore[no-untyped-def]
 def tile_stats(
     logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits fp32 [T, C] of ids from ``first_id`` -> m fp32, s, u int64, each [T, tiles]; u is empty unless ``entropy``."""
+    """logits fp32 [T, C], ids from ``first_id`` -> m fp32, s, u int64 [T, tiles]; u is empty unless ``entropy``."""
     rows, tiles = logits.shape[0], -(-logits.shape[1] // vocab_tile)
     m = torch.empty(rows, tiles, dtype=torch.float32)
     s = torch.empty(rows, tiles, dtype=torch.int64)
