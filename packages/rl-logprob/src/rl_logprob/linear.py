@@ -243,7 +243,9 @@ def _exchange(
     parts = packed.split([w.shape[1] for w in words], dim=2)
 
     def in_id_order(part: Tensor, dtype: torch.dtype) -> Tensor:
-        return part.contiguous().view(dtype).transpose(0, 1).reshape(tokens, -1)
+        # a fresh flat copy: a view as a wider type needs an even offset and even strides, also of empty dimensions
+        wide = part.reshape(-1).clone().view(dtype).view(comm.world_size, tokens, part.shape[2] * 4 // dtype.itemsize)
+        return wide.transpose(0, 1).reshape(tokens, comm.world_size * wide.shape[2])
 
     owner = targets // rows
     x = parts[3].contiguous().view(torch.float32)[owner, torch.arange(tokens), 0]
