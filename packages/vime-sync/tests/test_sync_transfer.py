@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_contract import ContractError
 from vime_sync import Manifest, PolicyVersion, read_weights, write_weights
+from vime_sync.manifest import nonfinite_count
 
 
 def tensors():
@@ -83,6 +84,18 @@ def test_manifest_lists_every_tensor_that_must_not_be_published():
         "scalar is given twice",
     )
     refused(lambda: Manifest.from_tensors({}), "no tensor")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_manifest_nonfinite_count_is_that_of_isfinite(dtype):
+    integer = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    low = -(2 ** (8 * torch.empty(0, dtype=dtype).element_size() - 1))
+    # random bit patterns: every kind of NaN, subnormals, both signs
+    x = torch.randint(low, -low, (701, 1501), dtype=integer, generator=torch.Generator().manual_seed(0)).view(dtype)
+    x[700, 1500] = float("inf")
+    assert nonfinite_count(x) == int((~torch.isfinite(x)).sum()) > 1000
+    assert nonfinite_count(x.t()[:, :3]) == int((~torch.isfinite(x.t()[:, :3])).sum())
+    assert nonfinite_count(torch.full((3,), torch.finfo(dtype).max, dtype=dtype)) == 0
 
 
 def test_manifest_altered_or_cut_text_is_refused():
