@@ -1,0 +1,140 @@
+"""Tiny random checkpoints, profiles, and worlds of trainer processes."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_contract import Profile, Settings, build_profile
+from safetensors.torch import save_file
+
+WORKER = Path(__file__).with_name("world_worker.py")
+
+
+def tiny_config(arch: str = "Qwen3ForCausalLM", **overrides: Any) -> dict[str, Any]:
+    config = {
+        "architectures": [arch],
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "vocab_size": 97,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+    }
+    return config | overrides
+
+
+def tiny_tensors(
+    config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Weights of realistic scale, three outlier channels a norm."""
+    generator = torch.Generator().manual_seed(seed)
+    h, f, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    v, hq, hk = config["vocab_size"], config["num_attention_heads"], config["num_key_value_heads"]
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    def norm(width: int) -> torch.Tensor:
+        weight = 1 + 0.1 * torch.randn(width, generator=generator)
+        weight[torch.randperm(width, generator=generator)[:3]] *= 6
+        return weight
+
+    out = {"model.embed_tokens.weight": normal(v, h, std=0.2 if config["tie_word_embeddings"] else 1.0)}
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        out[p + "input_layernorm.weight"] = norm(h)
+        out[p + "self_attn.q_proj.weight"] = normal(hq * d, h, std=h**-0.5)
+        out[p + "self_attn.k_proj.weight"] = normal(hk * d, h, std=h**-0.5)
+        out[p + "self_attn.v_proj.weight"] = normal(hk * d, h, std=h**-0.5)
+        out[p + "self_attn.o_proj.weight"] = normal(h, hq * d, std=(hq * d) ** -0.5)
+        if "Qwen3" in config["architectures"][0]:
+            out[p + "self_attn.q_norm.weight"] = norm(d)
+            out[p + "self_attn.k_norm.weight"] = norm(d)
+        out[p + "post_attention_layernorm.weight"] = norm(h)
+        out[p + "mlp.gate_proj.weight"] = normal(f, h, std=h**-0.5)
+        out[p + "mlp.up_proj.weight"] = normal(f, h, std=h**-0.5)
+        out[p + "mlp.down_proj.weight"] = normal(h, f, std=f**-0.5)
+    out["model.norm.weight"] = norm(h)
+    if not config["tie_word_embeddings"]:
+        out["lm_head.weight"] = normal(v, h, std=0.5 * h**-0.5)
+    return {name: t.to(dtype).contiguous() for name, t in out.items()}
+
+
+def write_folder(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+def tiny_profile(config: dict[str, Any], **overrides: Any) -> Profile:
+    settings: dict[str, Any] = {
+        "hidden_size": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "norm_eps": config["rms_norm_eps"],
+        "rope": {"theta": config["rope_theta"], "rotary_dim": config["head_dim"]},
+        "leaves": 4,
+        "vocab_tile": 64,
+    }
+    return build_profile("test", Settings(**(settings | overrides)))
+
+
+def tiny_samples(vocab: int, lengths: tuple[tuple[int, int], ...], seed: int = 1) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(0, vocab, (n,), generator=generator).tolist() for n in pair) for pair in lengths]
+
+
+def run_world(folder: Path, world: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run ``world_worker.py`` as ``world`` processes; returns what each rank wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.pkl").write_bytes(pickle.dumps(job))
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(world)
+    ]
+    logs = []
+    try:
+        for worker in workers:
+            logs.append(worker.communicate(timeout=240)[0].decode(errors="replace"))
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+    failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
+    assert not failed, f"ranks {failed} failed:\n" + "\n".join(logs[r][-3000:] for r in failed)
+    return [pickle.loads((folder / f"out{rank}.pkl").read_bytes()) for rank in range(world)]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The helpers of this file, for test modules."""
+    return sys.modules[__name__]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A world of one in this process."""
+    from rl_megatron import ParallelConfig, topology
+
+    torch.set_num_threads(1)
+    topology.start(0, ParallelConfig(), f"file://{tmp_path_factory.mktemp('world')}/init")
+    yield
+    topology.stop()
