@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import rl_attn
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -141,7 +142,10 @@ class PackedBatch:
 
     @cached_property
     def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ids, positions, rows, targets = [], [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        targets: list[int] = []
         start = 0
         for sample, length in zip(self.samples, self.lengths):
             tokens = [*sample.prompt, *sample.response]
@@ -159,15 +163,7 @@ class PackedBatch:
 
         Returns int64 ``[T/cp]``.
         """
-        if self.cp == 1:
-            return torch.arange(self.tokens)
-        parts, start = [], 0
-        for length in self.lengths:
-            chunk = length // (2 * self.cp)
-            for c in (rank, 2 * self.cp - 1 - rank):
-                parts.append(torch.arange(start + c * chunk, start + (c + 1) * chunk))
-            start += length
-        return torch.cat(parts)
+        return rl_attn.cp_rows(self.cu_seqlens, rank, self.cp)
 
     def for_rank(self, rank: int) -> RankBatch:
         """The part of one context parallel rank."""

@@ -9,7 +9,7 @@ from rl_contract import ContractError, Profile
 ARCHITECTURES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported ``architectures`` entries, and whether the model has q/k norms."""
 
-CP_SIZES = (1, 2)
+CP_SIZES = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +125,7 @@ class ModelConfig:
             if size % tp:
                 problems.append(f"tp={tp} does not divide {name}={size}; use a smaller tp")
         for name, size in (
+            ("the rows of q, k and v", (self.num_heads + 2 * self.num_kv_heads) * self.head_dim),
             ("num_attention_heads * head_dim", self.num_heads * self.head_dim),
             ("intermediate_size", self.intermediate_size),
         ):

@@ -153,15 +153,16 @@ class StrictCoreAttention(torch.nn.Module):
                 "strict attention takes packed sequences without mask or bias; build them with rl_megatron.PackedBatch"
             )
         q, k = rl_attn.rotary(query, key, packed_seq_params.positions, self.table)
-        comm: Communicator = topology.communicator(self._cp_group)
-        shape = {"scale": self.scale, "key_tile": self.settings.key_tile, "segment": self.settings.segment}
-        if comm.world_size > 1:
-            out = rl_attn.context_parallel_attention(q, k, value, layout=packed_seq_params.layout, comm=comm, **shape)
-        else:
-            cu = packed_seq_params.cu_seqlens_q
-            out = rl_attn.attention_packed(
-                q, k, value, cu_seqlens_q=cu, cu_seqlens_k=cu, positions=packed_seq_params.positions, **shape
-            )
+        out = rl_attn.context_parallel_attention(
+            q,
+            k,
+            value,
+            cu_seqlens=packed_seq_params.cu_seqlens_q,
+            comm=topology.communicator(self._cp_group),
+            scale=self.scale,
+            key_tile=self.settings.key_tile,
+            segment=self.settings.segment,
+        )
         return out.reshape(out.shape[0], -1)
 
 

@@ -41,6 +41,8 @@ class OptimizerConfig:
 @dataclass
 class _State:
     parameter: torch.nn.Parameter
+    # the parameter's main_grad: backward passes add into it in place
+    grad: Tensor
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -59,20 +61,21 @@ class StrictOptimizer:
         self.steps = 0
         self._states: dict[str, _State] = {}
         for name, parameter in model.named_parameters():
-            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             master = parameter.detach().float().clone()
-            self._states[name] = _State(parameter, master, torch.zeros_like(master), torch.zeros_like(master))
+            zeros = [torch.zeros_like(master) for _ in range(3)]
+            self._states[name] = _State(parameter, zeros[0], master, zeros[1], zeros[2])
+            setattr(parameter, "main_grad", zeros[0])  # noqa: B010 - Parameter declares no such attribute
 
     def zero_grad(self) -> None:
         for state in self._states.values():
-            state.parameter.main_grad.zero_()
+            state.grad.zero_()
             state.parameter.grad = None
 
     def collect(self) -> None:
         """Add gradients that autograd left in ``.grad`` to ``main_grad``; call after each backward."""
         for state in self._states.values():
             if state.parameter.grad is not None:
-                state.parameter.main_grad.add_(state.parameter.grad.float())
+                state.grad.add_(state.parameter.grad.float())
                 state.parameter.grad = None
 
     def reduce(self) -> None:
@@ -82,7 +85,7 @@ class StrictOptimizer:
         """
         cp, tp = topology.context_parallel(), topology.tensor_parallel()
         for name, state in self._states.items():
-            grad = state.parameter.main_grad
+            grad = state.grad
             if cp.world_size > 1:
                 grad.copy_(cp.all_reduce(grad))
             # Megatron's own head norms leave each rank with its heads' part; the strict norm has joined them already
@@ -99,7 +102,7 @@ class StrictOptimizer:
         totals = []
         for name, state in self._states.items():
             dim = shard_dim(name)
-            grad = state.parameter.main_grad
+            grad = state.grad
             leaves = 1 if dim is None else math.gcd(self.leaves, grad.shape[dim] * comm.world_size)
             if dim is None or leaves % comm.world_size:
                 totals.append(_square_sum(grad))
@@ -130,7 +133,7 @@ class StrictOptimizer:
         root2 = math.sqrt(1 - b2**self.steps)
         with torch.no_grad():
             for state in self._states.values():
-                grad = state.parameter.main_grad
+                grad = state.grad
                 if coef < 1.0:
                     grad.mul_(coef)
                 decay = c.weight_decay if grad.dim() > 1 else 0.0
