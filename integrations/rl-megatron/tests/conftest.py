@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from rl_contract import Profile, Settings, build_profile
 from safetensors.torch import save_file
+
+from rl_contract import Profile, Settings, build_profile
 
 WORKER = Path(__file__).with_name("world_worker.py")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from rl_megatron import LossConfig, OptimizerConfig, ParallelConfig
 
 pytestmark = pytest.mark.engine

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import rl_attn
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+import rl_attn
 from rl_contract import ContractError
 
 
@@ -39,10 +39,10 @@ class Sample:
 
 @dataclass
 class StrictPackedSeqParams(PackedSeqParams):
-    """What Megatron hands to the core attention, with the tokens' absolute positions and the CP split."""
+    """What Megatron hands to the core attention, with the tokens' absolute positions and the batch they come from."""
 
     positions: Any = None
-    layout: Any = None
+    batch: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +130,11 @@ class PackedBatch:
         """int32 [sequences + 1], over all ranks' tokens."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
 
+    @property
+    def layout(self) -> str:
+        """Name of the CP split in rl-attn; one rank needs no padding."""
+        return "contiguous" if self.cp == 1 else "zigzag"
+
     @cached_property
     def tokens(self) -> int:
         return sum(self.lengths)
@@ -163,7 +168,7 @@ class PackedBatch:
 
         Returns int64 ``[T/cp]``.
         """
-        return rl_attn.cp_rows(self.cu_seqlens, rank, self.cp)
+        return rl_attn.cp_rows(self.cu_seqlens, rank, self.cp, self.layout)
 
     def for_rank(self, rank: int) -> RankBatch:
         """The part of one context parallel rank."""

@@ -78,7 +78,8 @@ class StrictNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rl_norm.rms_norm(x, self.weight, self.eps)
+        y: Any = rl_norm.rms_norm(x, self.weight, self.eps)
+        return y
 
 
 class StrictHeadNorm(StrictNorm):
@@ -86,7 +87,7 @@ class StrictHeadNorm(StrictNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, 1, heads/t, D]."""
-        y = rl_norm.rms_norm(
+        y: Any = rl_norm.rms_norm(
             x.flatten(0, 1), self.weight, self.eps, comm=topology.tensor_parallel(), leaves=self.leaves(x)
         )
         return y.view(x.shape)
@@ -153,11 +154,12 @@ class StrictCoreAttention(torch.nn.Module):
                 "strict attention takes packed sequences without mask or bias; build them with rl_megatron.PackedBatch"
             )
         q, k = rl_attn.rotary(query, key, packed_seq_params.positions, self.table)
-        out = rl_attn.context_parallel_attention(
+        out: Any = rl_attn.context_parallel_attention(
             q,
             k,
             value,
             cu_seqlens=packed_seq_params.cu_seqlens_q,
+            layout=packed_seq_params.batch.layout,
             comm=topology.communicator(self._cp_group),
             scale=self.scale,
             key_tile=self.settings.key_tile,

@@ -68,7 +68,7 @@ class PackedDotProductAttention(torch.nn.Module):
         if packed_seq_params is None:
             raise ContractError("native attention takes packed sequences; build the input with rl_megatron.PackedBatch")
         cu = packed_seq_params.cu_seqlens_q.tolist()
-        batch = packed_seq_params.layout
+        batch = packed_seq_params.batch
         if batch.cp > 1:
             order = torch.cat([batch.rank_tokens(r) for r in range(batch.cp)]).argsort()
             key = _GatherTokens.apply(key, self._cp_group)[order]

@@ -65,7 +65,8 @@ def _score(model: GPTModel, batch: PackedBatch, mine: RankBatch, temperature: fl
             temperature=temperature,
             with_entropy=with_entropy,
         )
-    return rl_logprob.linear_logprob(
+    score: Any = rl_logprob.linear_logprob
+    return score(
         hidden[mine.rows],
         _head_weight(model),
         mine.targets,
@@ -88,7 +89,7 @@ def _decode(model: GPTModel, batch: PackedBatch, mine: RankBatch) -> Tensor:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         positions=mine.positions,
-        layout=batch,
+        batch=batch,
     )
     out = model(
         input_ids=mine.token_ids[None],
