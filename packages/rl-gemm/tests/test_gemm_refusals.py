@@ -1,0 +1,102 @@
+"""Bad input is refused with what was given, what is supported and what to do; and the ops as torch sees them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rl_gemm
+from rl_contract import ContractError, MissingSupport, Settings
+from rl_gemm import contract, ops
+
+SETTINGS = Settings(hidden_size=64, vocab_size=100, norm_eps=1e-6, rope={"theta": 1e4, "rotary_dim": 16}, leaves=4)
+
+
+class FakeRank:
+    rank, world_size = 0, 4
+
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+X, W = torch.zeros(3, 24), torch.zeros(8, 24)
+
+BAD = {
+    "K differs": (lambda: rl_gemm.linear(X, torch.zeros(8, 23)), "one K"),
+    "scalar": (lambda: rl_gemm.linear(torch.tensor(1.0), W), "one K"),
+    "weight 1-D": (lambda: rl_gemm.linear(X, W[0]), "weight .N, K."),
+    "K of 0": (lambda: rl_gemm.linear(torch.zeros(3, 0), torch.zeros(8, 0)), "K > 0"),
+    "fp16": (lambda: rl_gemm.linear(half(3, 24), half(8, 24)), "float16"),
+    "fp64": (lambda: rl_gemm.linear(X.double(), W.double()), "float64"),
+    "integers": (lambda: rl_gemm.linear(X.int(), W.int()), "int32"),
+    "mixed types": (lambda: rl_gemm.linear(X.to(torch.bfloat16), W), "one type"),
+    "fp16 output": (lambda: rl_gemm.linear(X, W, out_dtype=torch.float16), "out_dtype"),
+    "bias shape": (lambda: rl_gemm.linear(X, W, torch.zeros(7)), "needs \\[8\\]"),
+    "bias of one": (lambda: rl_gemm.linear(X, W, torch.zeros(1)), "needs \\[8\\]"),
+    "bias type": (lambda: rl_gemm.linear(X, W, half(8)), "bias"),
+    "leaves 16 for K 24": (lambda: rl_gemm.linear(X, W, leaves=16), "divisible"),
+    "leaves 3": (lambda: rl_gemm.linear(X, W, leaves=3), "powers of two"),
+    "leaves 0": (lambda: rl_gemm.row_parallel_linear(X, W, leaves=0), "powers of two"),
+    "leaves below ranks": (lambda: rl_gemm.row_parallel_linear(X, W, comm=FakeRank(), leaves=2), "multiple of the TP"),
+    "N not in leaves": (lambda: rl_gemm.column_parallel_linear(X, torch.zeros(6, 24), leaves=4), "divisible"),
+    "N not in fused leaves": (lambda: rl_gemm.column_parallel_linear(X, W, leaves=8, fused=2), "2 sections"),
+    "fused 3": (lambda: rl_gemm.column_parallel_linear(X, W, fused=3), "fused=3"),
+    "grad_input shape": (lambda: ops.grad_input(torch.zeros(3, 7), W), "one N"),
+    "grad_weight shape": (lambda: ops.grad_weight(torch.zeros(3, 8), torch.zeros(4, 24)), "one T"),
+    "swiglu odd": (lambda: rl_gemm.swiglu(torch.zeros(3, 5)), "2F"),
+    "swiglu none": (lambda: rl_gemm.swiglu(torch.zeros(3, 0)), "F > 0"),
+    "swiglu fp16": (lambda: rl_gemm.swiglu(half(3, 4)), "float16"),
+    "swiglu dy": (lambda: ops.swiglu_backward(torch.zeros(3, 3), torch.zeros(3, 4)), "dy"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(name):
+    call, words = BAD[name]
+    with pytest.raises(ContractError, match=words):
+        call()
+
+
+def test_another_device_is_named():
+    with pytest.raises(MissingSupport, match="meta"):
+        ops.check_device(X, W.to("meta"))
+
+
+@pytest.mark.parametrize("make", [contract.column, contract.row, contract.swiglu])
+def test_contract_follows_the_settings(make):
+    one = make(SETTINGS)
+    assert one.precision["accumulator"] == "float32"
+    assert one.fingerprint == make(replace(SETTINGS)).fingerprint
+    assert make(replace(SETTINGS, dtype="float32")).fingerprint != one.fingerprint
+    with pytest.raises(ContractError, match="float16"):
+        make(replace(SETTINGS, dtype="float16"))
+
+
+def test_contract_of_row_names_the_leaves():
+    assert contract.row(SETTINGS).fingerprint != contract.row(replace(SETTINGS, leaves=8)).fingerprint
+    assert contract.column(SETTINGS).fingerprint != contract.column(replace(SETTINGS, leaves=8)).fingerprint
+    assert contract.swiglu(SETTINGS).fingerprint == contract.swiglu(replace(SETTINGS, leaves=8)).fingerprint
+
+
+def test_ops_keep_the_rules_of_custom_ops():
+    x, w, b = torch.randn(5, 32), torch.randn(16, 32), torch.randn(16)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.matmul_tree, (x, w, 2), test_utils=checks)
+    torch.library.opcheck(ops.matmul, (x, w, b, 1, torch.bfloat16), test_utils=checks)
+    torch.library.opcheck(ops.grad_input, (torch.randn(5, 16), w, 2, 2), test_utils=checks)
+    torch.library.opcheck(ops.grad_weight, (torch.randn(5, 16), x), test_utils=checks)
+    torch.library.opcheck(ops.swiglu, (x,), test_utils=checks)
+    torch.library.opcheck(ops.swiglu_backward, (torch.randn(5, 16), x), test_utils=checks)
+
+
+def test_graph_traced_equals_eager():
+    w = torch.randn(32, 64).to(torch.bfloat16)
+
+    def block(x):
+        return rl_gemm.swiglu(rl_gemm.linear(x, w, leaves=4))
+
+    traced = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (1, 3, 70):
+        x = torch.randn(m, 64).to(torch.bfloat16)
+        assert torch.equal(traced(x), block(x))
