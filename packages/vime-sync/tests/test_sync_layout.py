@@ -307,3 +307,12 @@ def test_digest_is_sha256_of_the_bytes():
     assert tensor_digest(torch.empty(0)) == hashlib.sha256(b"").hexdigest()
     with pytest.raises(ContractError, match="meta"):
         tensor_digest(torch.empty(1, device="meta"))
+
+
+def test_layout_vllm_rank_holds_the_key_head_that_its_queries_read():
+    hf = weights(shape_of(num_key_value_heads=2))
+    key = hf["model.layers.0.self_attn.k_proj.weight"]
+    for tp, heads in ((2, [0, 1]), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1])):
+        for rank, head in enumerate(heads):
+            held = dict(vllm_shards(hf, shape_of(num_key_value_heads=2), rank, tp))
+            assert same(held["model.layers.0.self_attn.k_proj.weight"], key[6 * head : 6 * (head + 1)])
