@@ -1,8 +1,8 @@
 """Attention over sequences that are split between ranks: each rank keeps its queries, keys and values move as bytes.
 
 The gathered rows are put back into absolute order, so every chain of the contract ``attention`` runs over the same
-values in the same order as on one rank. Backward: queries, dO, lse and delta are gathered, and each rank adds all queries
-onto its own keys in ascending order.
+values in the same order as on one rank. Backward: queries, dO, lse and delta are gathered, and each rank adds all
+queries onto its own keys in ascending order.
 """
 
 from itertools import pairwise

@@ -1,0 +1,180 @@
+"""What the contract does not cover is refused at once, by name, with nothing half-written."""
+
+import pytest
+import torch
+
+import rl_attn
+from rl_contract import ContractError, MissingSupport
+
+
+def packed_call(**change):
+    tokens, cu = 6, torch.tensor([0, 6])
+    call = {
+        "q": torch.zeros(tokens, 4, 16),
+        "k": torch.zeros(tokens, 2, 16),
+        "v": torch.zeros(tokens, 2, 16),
+        "cu_seqlens_q": cu,
+        "cu_seqlens_k": cu,
+        "scale": 0.25,
+        **change,
+    }
+    return rl_attn.attention_packed(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+def paged_call(**change):
+    cache = torch.zeros(4, 2, 16, 32)
+    call = {
+        "q": torch.zeros(3, 4, 16),
+        "cache": rl_attn.PagedKV.from_vllm_cpu(cache, num_kv_heads=2, head_dim=16),
+        "query_start_loc": torch.tensor([0, 1, 3]),
+        "seq_lens": torch.tensor([20, 2]),
+        "block_table": torch.tensor([[0, 3], [2, 99]]),
+        "scale": 0.25,
+        **change,
+    }
+    return rl_attn.attention_paged(call.pop("q"), call.pop("cache"), **call)
+
+
+def test_the_plain_calls_pass():
+    assert packed_call().shape == (6, 4, 16)
+    assert paged_call().shape == (3, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(6, 3, 16), "v": torch.zeros(6, 3, 16)}, "multiple of Hkv"),
+        ({n: torch.zeros(6, 4, 12) for n in "qkv"}, "head_dim=12"),
+        ({n: torch.zeros(6, 4, 264) for n in "qkv"}, "head_dim=264"),
+        ({"q": torch.zeros(6, 4, 16).half()}, "float16"),
+        ({n: torch.zeros(6, 4, 16).half() for n in "qkv"}, "float16"),
+        ({"v": torch.zeros(6, 2, 8)}, "supported: q"),
+        ({"q": torch.zeros(6, 64)}, "supported: q"),
+        ({"causal": False}, "causal=False"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"window_size": (127, 0)}, "window_size"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+        ({"colour": 1}, "colour"),
+        ({"scale": 0.0}, "scale"),
+        ({"scale": float("nan")}, "scale"),
+        ({"key_tile": 24, "segment": 48}, "key_tile=24"),
+        ({"segment": 100}, "segment=100"),
+        ({"cu_seqlens_q": torch.tensor([0, 5])}, "cu_seqlens_q"),
+        ({"cu_seqlens_k": torch.tensor([0, 7, 6])}, "cu_seqlens_k"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 6])}, "same sequences"),
+        ({"cu_seqlens_q": torch.tensor([0.0, 6.0])}, "cu_seqlens_q"),
+        ({"positions": torch.tensor([0, 1, 2, 3, 4, 6])}, "position 6 in row 5"),
+        ({"positions": torch.tensor([-1, 1, 2, 3, 4, 5])}, "position -1 in row 0"),
+        ({"positions": torch.arange(5)}, "positions"),
+        ({"cu_seqlens_q": torch.tensor([0, 4, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6])}, "position -1"),
+    ],
+    ids=str,
+)
+def test_packed_refuses(change, message):
+    with pytest.raises(ContractError, match=message):
+        packed_call(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": torch.tensor([[0, 4], [2, 0]])}, "page id 4 for request 0"),
+        ({"block_table": torch.tensor([[0, 1], [-1, 0]])}, "page id -1 for request 1"),
+        ({"seq_lens": torch.tensor([33, 2])}, r"seq_lens\[0\]=33"),
+        ({"seq_lens": torch.tensor([20, 1])}, r"seq_lens\[1\]=1"),
+        ({"seq_lens": torch.tensor([-5, 2])}, r"seq_lens\[0\]=-5"),
+        ({"query_start_loc": torch.tensor([0, 1, 2])}, "query_start_loc"),
+        ({"query_start_loc": torch.tensor([0, 4, 3])}, "query_start_loc"),
+        ({"query_start_loc": torch.tensor([1, 1, 3])}, "query_start_loc"),
+        ({"query_start_loc": torch.tensor([0, 3])}, "requests"),
+        ({"q": torch.zeros(3, 3, 16)}, "multiple of Hkv"),
+        ({"q": torch.zeros(3, 4, 24)}, "head_dim 16"),
+        ({"q": torch.zeros(3, 4, 16).bfloat16()}, "one dtype"),
+        ({"sliding_window": 16}, "sliding_window"),
+        ({"causal": False}, "causal"),
+    ],
+    ids=str,
+)
+def test_paged_refuses(change, message):
+    with pytest.raises(ContractError, match=message):
+        paged_call(**change)
+
+
+def test_empty_sequences_and_empty_batches_are_fine():
+    empty = torch.zeros(0, 4, 16), torch.zeros(0, 2, 16), torch.zeros(0, 2, 16)
+    zeros = torch.tensor([0, 0, 0])
+    q, k, v = (x.requires_grad_() for x in empty)
+    out, lse = packed_call(q=q, k=k, v=v, cu_seqlens_q=zeros, cu_seqlens_k=zeros, return_lse=True)
+    assert out.shape == (0, 4, 16)
+    assert lse.shape == (0, 4)
+    out.sum().backward()
+    assert k.grad.shape == k.shape
+    cu = torch.tensor([0, 0, 6, 6])
+    assert torch.equal(packed_call(cu_seqlens_q=cu, cu_seqlens_k=cu), packed_call())
+    none = torch.zeros(0, dtype=torch.int64)
+    nothing = {"q": torch.zeros(0, 4, 16), "query_start_loc": torch.tensor([0]), "seq_lens": none}
+    assert paged_call(**nothing, block_table=torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 4, 16)
+    # a request that waits has keys but no query: its pages are not looked at
+    waiting = {"query_start_loc": torch.tensor([0, 0, 3]), "seq_lens": torch.tensor([20, 3])}
+    assert paged_call(**waiting, block_table=torch.tensor([[77, 78], [2, 99]])).shape == (3, 4, 16)
+
+
+def test_keys_without_queries_get_zero_gradients():
+    k, v = (torch.randn(6, 2, 16, requires_grad=True) for _ in range(2))
+    out = packed_call(k=k, v=v, q=torch.zeros(0, 4, 16), cu_seqlens_q=torch.tensor([0, 0]))
+    out.sum().backward()
+    assert not k.grad.any()
+    assert not v.grad.any()
+
+
+def test_write_refuses_a_slot_beyond_the_cache_and_writes_nothing():
+    cache = torch.full((4, 2, 16, 32), 7.0)
+    kv = rl_attn.PagedKV.from_vllm_cpu(cache, num_kv_heads=2, head_dim=16)
+    with pytest.raises(ContractError, match="slot 64"):
+        rl_attn.write_paged(kv, torch.zeros(2, 2, 16), torch.zeros(2, 2, 16), torch.tensor([3, 64]))
+    assert bool((cache == 7.0).all())
+    with pytest.raises(ContractError, match="supported"):
+        rl_attn.write_paged(kv, torch.zeros(2, 3, 16), torch.zeros(2, 3, 16), torch.tensor([3, 4]))
+
+
+def test_write_skips_padding_and_touches_its_slots_only():
+    cache = torch.full((4, 2, 16, 32), 7.0)
+    kv = rl_attn.PagedKV.from_vllm_cpu(cache, num_kv_heads=2, head_dim=16)
+    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    rl_attn.write_paged(kv, k, v, torch.tensor([50, -1, 0], dtype=torch.int32))
+    expected = torch.full((4, 2, 16, 32), 7.0)
+    expected[3, :, 2] = torch.cat([k[0], v[0]], -1)
+    expected[0, :, 0] = torch.cat([k[2], v[2]], -1)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "message"),
+    [
+        ("vllm_cpu", (4, 2, 16, 16), "vllm_cpu"),
+        ("vllm_cpu", (4, 16, 2, 32), "vllm_cpu"),
+        ("vllm_cpu", (2, 4, 16, 2, 16), "vllm_cpu"),
+        ("vllm_split", (4, 2, 16, 32), "vllm_split"),
+        ("vllm_split", (4, 2, 16, 2, 16), "vllm_split"),
+        ("vllm_split", (2, 4, 2, 16, 16), "vllm_split"),
+        ("flashinfer", (4, 2, 16, 32), "'flashinfer'"),
+    ],
+)
+def test_layout_of_another_shape_is_refused(layout, shape, message):
+    with pytest.raises(ContractError, match=message):
+        rl_attn.PagedKV.from_layout(layout, torch.zeros(shape), num_kv_heads=2, head_dim=16)
+
+
+def test_cache_views_that_differ_or_lack_unit_stride_are_refused():
+    with pytest.raises(ContractError, match="PagedKV"):
+        rl_attn.PagedKV(torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 8, 16))
+    with pytest.raises(ContractError, match="stride 1"):
+        rl_attn.PagedKV(*(torch.zeros(4, 2, 8, 16).transpose(2, 3) for _ in range(2)))
+
+
+def test_another_device_is_missing_support():
+    with pytest.raises(MissingSupport, match="meta"):
+        packed_call(**{n: torch.zeros(6, 2, 16, device="meta") for n in "qkv"})
+    with pytest.raises(ContractError, match="one device"):
+        packed_call(q=torch.zeros(6, 2, 16, device="meta"))

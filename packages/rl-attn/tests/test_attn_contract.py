@@ -1,0 +1,67 @@
+"""The contracts name what decides the bits, and refuse what no kernel here serves."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from rl_attn.contract import attention, rotary
+from rl_contract import ContractError, Settings
+
+
+def settings(**change):
+    base = {"hidden_size": 64, "vocab_size": 100, "norm_eps": 1e-6, "rope": {"theta": 1e4, "rotary_dim": 32}}
+    return Settings(**{**base, **change})
+
+
+def test_contracts_serialise_and_have_stable_fingerprints():
+    for make in (attention, rotary):
+        contract = make(settings())
+        json.dumps(contract.to_dict())
+        assert contract.fingerprint == make(settings()).fingerprint
+
+
+@pytest.mark.parametrize("change", [{"key_tile": 32}, {"segment": 1024}, {"dtype": "float32"}])
+def test_what_changes_the_bits_changes_the_attention_contract(change):
+    assert attention(settings(**change)).fingerprint != attention(settings()).fingerprint
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"theta": 1e6, "rotary_dim": 32},
+        {"theta": 1e4, "rotary_dim": 16},
+        {"theta": 1e4, "rotary_dim": 32, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    ],
+)
+def test_what_changes_the_bits_changes_the_rotary_contract(rope):
+    assert rotary(settings(rope=rope)).fingerprint != rotary(settings()).fingerprint
+
+
+@pytest.mark.parametrize("change", [{"arch": "sm90"}, {"dtype": "float16"}, {"attention": "nosplit"}, {"key_tile": 8}])
+def test_attention_refuses_what_no_kernel_serves(change):
+    with pytest.raises(ContractError, match=next(iter(change))[:4]):
+        attention(settings(**change))
+
+
+def test_rotary_refuses_an_unknown_rule():
+    with pytest.raises(ContractError, match="longrope"):
+        rotary(settings(rope={"theta": 1e4, "rotary_dim": 32, "rope_type": "longrope"}))
+
+
+def test_import_needs_no_engine():
+    program = "import sys, rl_attn; print([m for m in ('vllm', 'megatron', 'ray', 'triton') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_kernel_files_say_order_and_rounding_first():
+    import rl_attn
+
+    folder = pathlib.Path(rl_attn.__file__).parent
+    for name in ("cpu.py", "cpu_backward.py", "cpu_rotary.py", "cpu_tiles.py"):
+        head = (folder / name).read_text().split('"""')[1]
+        assert "ontract ``" in head
+        assert "round" in head.lower()
