@@ -21,13 +21,13 @@ def logprob(settings: Settings) -> Contract:
     return Contract(
         boundary="logprob",
         dependency=(
-            f"ids 0..{settings.vocab_size - 1} of the token's own row; ids from vocab_size on are -inf before the maximum;"
-            " logits are the fp32 accumulators of the lm_head chain (gemm.column), never rounded"
+            f"ids 0..{settings.vocab_size - 1} of the token's own row, later ids are -inf before the maximum; "
+            "logits are the fp32 accumulators of the lm_head chain (gemm.column), never rounded"
         ),
         partition=(
-            f"forward: global ids in tiles of {settings.vocab_tile} from id 0; gradient of hidden: the padded vocabulary"
-            f" in {settings.leaves} equal contiguous leaves, each in blocks of {settings.vocab_tile} ids; gradient of "
-            "weight: as gemm.column"
+            f"forward: global ids in tiles of {settings.vocab_tile} from id 0; "
+            f"gradient of hidden: the padded vocabulary in {settings.leaves} equal contiguous leaves, "
+            f"each in blocks of {settings.vocab_tile} ids; gradient of weight: as gemm.column"
         ),
         merge=(
             f"in a tile: exact maximum, and the exact int64 sum of round(exp(x - maximum) * 2**{FIXED_POINT_BITS}), "

@@ -147,15 +147,17 @@ class _LinearLogprob(torch.autograd.Function):
         if not ctx.with_entropy:
             dentropy = dlogp.new_empty(0)
         rows = weight.shape[0]
+        real = _real_rows(rows, comm.rank, ctx.vocab_size)
         leaf_rows = rows * comm.world_size // ctx.leaves
-        # every rank takes the same steps, so the chunk is cut by sizes all ranks share
         step = min(_chunk(len(hidden), rows, tile), leaf_rows)
         sink = _WeightGradient(weight) if needs_weight else None
         roots = []
         for leaf in range(0, rows, leaf_rows):
+            # padding adds +0 to a sum that is never -0, so leaving it out keeps the bits
             root: Tensor | None = None
-            for begin in range(leaf, leaf + leaf_rows, step):
-                part = weight[begin : min(begin + step, leaf + leaf_rows)]
+            end = min(leaf + leaf_rows, real)
+            for begin in range(leaf, end, step):
+                part = weight[begin : min(begin + step, end)]
                 logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)
                 first_id = comm.rank * rows + begin
                 dlogits = ops.grad_logits(
@@ -167,8 +169,9 @@ class _LinearLogprob(torch.autograd.Function):
                     for b in range(0, len(part), tile):
                         block = rl_gemm.ops.grad_input(dlogits[:, b : b + tile], part[b : b + tile])
                         root = block if root is None else root.add_(block)
-            if root is not None:
-                roots.append(root)
+            if root is None:
+                root = torch.zeros(hidden.shape, dtype=torch.float32)
+            roots.append(root)
         dhidden = comm.all_reduce(_tree(roots), out_dtype=hidden.dtype) if needs_hidden else None
         dweight = sink.result() if sink is not None else None
         return dhidden, dweight, None, None, None, None, None, None, None
@@ -181,7 +184,7 @@ class _WeightGradient:
         self.main_grad = getattr(weight, "main_grad", None)
         if self.main_grad is not None and self.main_grad.dtype != torch.float32:
             self.main_grad = None
-        self.own = None if self.main_grad is not None else torch.empty_like(weight)
+        self.own = None if self.main_grad is not None else torch.zeros_like(weight)
 
     def put(self, begin: int, grad: Tensor) -> None:
         if self.main_grad is not None:
@@ -191,6 +194,11 @@ class _WeightGradient:
 
     def result(self) -> Tensor | None:
         return self.own
+
+
+def _real_rows(rows: int, rank: int, vocab_size: int) -> int:
+    """How many of the rank's rows are ids of the real vocabulary."""
+    return max(0, min(rows, vocab_size - rank * rows))
 
 
 def _chunk(tokens: int, rows: int, tile: int) -> int:
@@ -215,18 +223,23 @@ def _local_stats(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's tiles m, s, u [T, tiles/t], and x [T] of the targets it owns, 0 elsewhere."""
-    rows = weight.shape[0]
+    rows, tokens = weight.shape[0], len(hidden)
+    real = _real_rows(rows, rank, vocab_size)
     stats = []
-    x = torch.zeros(len(hidden), dtype=torch.float32)
-    step = _chunk(len(hidden), rows, vocab_tile)
-    for begin in range(0, rows, step):
-        part = weight[begin : begin + step]
+    x = torch.zeros(tokens, dtype=torch.float32)
+    step = _chunk(tokens, rows, vocab_tile)
+    for begin in range(0, real, step):
+        part = weight[begin : min(begin + step, real)]
         logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)  # [T, step]
         first_id = rank * rows + begin
         stats.append(ops.tile_stats(logits, temperature, first_id, vocab_size, vocab_tile, with_entropy))
         at = targets - first_id
         here = ((at >= 0) & (at < len(part))).nonzero()[:, 0]
         x[here] = logits[here, at[here]] / temperature[here]
+    # tiles of padding only are never computed: their maximum is -inf, their sums are 0
+    empty = rows // vocab_tile - -(-real // vocab_tile)
+    nothing = torch.zeros(tokens, empty, dtype=torch.int64)
+    stats.append((torch.full((tokens, empty), -torch.inf), nothing, nothing if with_entropy else nothing[:, :0]))
     m, s, u = (torch.cat(parts, dim=1) for parts in zip(*stats))
     return m, s, u, x
 
@@ -237,7 +250,7 @@ def _exchange(
     """One gather of every rank's tiles and target logits; tiles come back in id order, x from the rank that owns it."""
     if comm.world_size == 1:
         return m, s, u, x
-    tokens, tiles = m.shape
+    tokens = len(m)
     words = [m.view(torch.int32), s.view(torch.int32), u.view(torch.int32), x[:, None].view(torch.int32)]
     packed = comm.all_gather(torch.cat(words, dim=1)[None], dim=0)  # [t, T, words]
     parts = packed.split([w.shape[1] for w in words], dim=2)

@@ -1,6 +1,6 @@
 """How far train and rollout log-probabilities are apart: integers first, then figures named by what they average.
 
-Everywhere d = train - rollout in fp64 over valid pairs, ratio = exp(d). A figure over nothing is ``None``, not 0, not NaN.
+Everywhere d = train - rollout in fp64 over valid pairs, ratio = exp(d). A figure over nothing is ``None``, never 0.
 """
 
 from collections.abc import Sequence

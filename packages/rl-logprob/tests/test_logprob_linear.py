@@ -1,0 +1,282 @@
+"""Log-probability from hidden states: the bits of materialised logits, of every world size, and right gradients."""
+
+import threading
+
+import pytest
+import torch
+
+import rl_gemm
+import rl_logprob as lp
+from rl_contract import ContractError, launches, reset_launches
+from rl_logprob import linear
+
+
+def bits(x):
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+class ThreadRank:
+    """One rank of a world whose ranks are threads: moves references, sums by the balanced tree."""
+
+    def __init__(self, rank, world_size, shared):
+        self.rank, self.world_size, self._shared = rank, world_size, shared
+
+    def _everyone(self, x):
+        box, barrier = self._shared
+        box[self.rank] = x
+        barrier.wait(timeout=60)
+        parts = list(box)
+        barrier.wait(timeout=60)
+        return parts
+
+    def all_gather(self, x, *, dim=0):
+        return torch.cat(self._everyone(x), dim)
+
+    def all_reduce(self, partial, *, out_dtype=None):
+        assert partial.dtype == torch.float32
+        level = self._everyone(partial)
+        while len(level) > 1:
+            level = [a + b for a, b in zip(level[::2], level[1::2])]
+        return level[0] if out_dtype is None else level[0].to(out_dtype)
+
+
+class MisorderedRank(ThreadRank):
+    """Joins partials in ring order from its own rank, as some transports do."""
+
+    def all_reduce(self, partial, *, out_dtype=None):
+        parts = self._everyone(partial)
+        total = parts[self.rank].clone()
+        for i in range(1, self.world_size):
+            total += parts[(self.rank + i) % self.world_size]
+        return total if out_dtype is None else total.to(out_dtype)
+
+
+def on_ranks(world, body, kind=ThreadRank):
+    """Results of ``body(comm)`` on each rank; the first rank's error is raised."""
+    shared = ([None] * world, threading.Barrier(world))
+    results, errors = [None] * world, []
+
+    def run(rank):
+        try:
+            results[rank] = body(kind(rank, world, shared))
+        except Exception as error:
+            errors.append((rank, error))
+            shared[1].abort()
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(world)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise min(errors, key=lambda e: isinstance(e[1], threading.BrokenBarrierError))[1]
+    return results
+
+
+def make(tokens, hidden, vocab, tile, dtype=torch.float32, seed=0, pad=0.0):
+    g = torch.Generator().manual_seed(seed)
+    padded = lp.padded_vocab_size(vocab, tile)
+    h = torch.randn(tokens, hidden, generator=g).to(dtype)
+    w = (torch.randn(padded, hidden, generator=g) * 0.3).to(dtype)
+    w[vocab:] = pad
+    return h, w, torch.randint(0, vocab, (tokens,), generator=g)
+
+
+def scored(h, w, targets, comm=None, *, grads=None, **kw):
+    """(logp, entropy, dhidden, dweight of this rank's rows)"""
+    h = h.clone().requires_grad_()
+    rows = w if comm is None else w.chunk(comm.world_size)[comm.rank]
+    rows = rows.clone().requires_grad_()
+    logp, entropy = lp.linear_logprob(h, rows, targets, comm=comm, return_entropy=True, **kw)
+    if grads is not None:
+        (logp * grads[0] + entropy * grads[1]).sum().backward()
+    return logp.detach(), entropy.detach(), h.grad, rows.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_linear_equals_materialised_logits(dtype, monkeypatch):
+    h, w, targets = make(203, 72, 3001, 64, dtype)
+    logits = rl_gemm.linear(h, w, out_dtype=torch.float32)
+    kw = {"vocab_size": 3001, "vocab_tile": 64, "temperature": 0.7}
+    want, want_entropy = lp.selected_logprob(logits, targets, return_entropy=True, **kw)
+    # an engine holds another padding of the head
+    engine = lp.selected_logprob(logits[:, :3008].contiguous(), targets, **kw)
+    assert torch.equal(bits(engine), bits(want))
+    for elements in (1, 203 * 128, 1 << 30):
+        monkeypatch.setattr(linear, "CHUNK_ELEMENTS", elements)
+        reset_launches()
+        got, entropy = lp.linear_logprob(h, w, targets, return_entropy=True, **kw)
+        chunks = next(r["count"] for r in launches() if r["kernel"].endswith("tile_stats"))
+        assert chunks == {1: 47, 203 * 128: 24, 1 << 30: 1}[elements]
+        assert torch.equal(bits(got), bits(want))
+        assert torch.equal(bits(entropy), bits(want_entropy))
+    assert torch.equal(bits(lp.linear_logprob(h, w, targets, **kw)), bits(want))
+
+
+def test_layout_tp_1_2_4_8_over_a_quarter_million_tokens():
+    h, w, targets = make(1 << 18, 8, 59, 8, torch.bfloat16)
+    kw = {"vocab_size": 59, "vocab_tile": 8, "temperature": 0.9}
+    want = lp.linear_logprob(h, w, targets, **kw)
+    for world in (2, 4, 8):
+
+        def body(comm):
+            rows = w.chunk(comm.world_size)[comm.rank]
+            return lp.linear_logprob(h, rows, targets, comm=comm, leaves=8, **kw)
+
+        for got in on_ranks(world, body):
+            assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layout_gradients_equal_at_every_world_size(dtype):
+    """Every world holds its share of 8 leaves; targets live on other ranks than the rank that asks."""
+    h, w, targets = make(61, 40, 1000, 16, dtype, pad=float("nan"))
+    g = torch.Generator().manual_seed(3)
+    grads = (torch.randn(61, generator=g), torch.randn(61, generator=g))
+    kw = {"vocab_size": 1000, "vocab_tile": 16, "temperature": 0.8, "leaves": 8, "grads": grads}
+    want = scored(h, w, targets, **kw)
+    for world in (2, 4, 8):
+        results = on_ranks(world, lambda comm: scored(h, w, targets, comm, **kw))
+        for logp, entropy, dh, _ in results:
+            assert torch.equal(bits(logp), bits(want[0]))
+            assert torch.equal(bits(entropy), bits(want[1]))
+            assert torch.equal(bits(dh), bits(want[2]))
+        dw = torch.cat([r[3] for r in results])
+        assert torch.equal(bits(dw), bits(want[3]))
+
+
+def test_misordered_reduction_of_the_hidden_gradient_is_noticed():
+    h, w, targets = make(61, 40, 1000, 16)
+    grads = (torch.ones(61), torch.zeros(61))
+    kw = {"vocab_size": 1000, "vocab_tile": 16, "leaves": 4, "grads": grads}
+    want = scored(h, w, targets, **kw)[2]
+    ring = on_ranks(4, lambda comm: scored(h, w, targets, comm, **kw)[2], kind=MisorderedRank)
+    assert any(not torch.equal(bits(x), bits(want)) for x in ring)
+    # and leaves that follow the world instead of the profile
+    other = scored(h, w, targets, **{**kw, "leaves": 1})[2]
+    assert not torch.equal(bits(other), bits(want))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_r41_gradients_against_fp64(dtype, tolerance, per_row):
+    h, w, targets = make(47, 56, 777, 32, dtype)
+    g = torch.Generator().manual_seed(1)
+    grads = (torch.randn(47, generator=g), torch.randn(47, generator=g))
+    temperature = torch.rand(47, generator=g) + 0.5 if per_row else 0.7
+    logp, entropy, dh, dw = scored(
+        h, w, targets, vocab_size=777, vocab_tile=32, temperature=temperature, leaves=4, grads=grads
+    )
+
+    h64, w64 = h.double().requires_grad_(), w[:777].double().requires_grad_()
+    t64 = temperature[:, None].double() if per_row else torch.tensor(0.7).double()
+    ls = torch.log_softmax(h64 @ w64.T / t64, 1)
+    h_oracle = -(ls.exp() * ls).sum(1)
+    logp_oracle = ls.gather(1, targets[:, None])[:, 0]
+    (logp_oracle * grads[0] + h_oracle * grads[1]).sum().backward()
+    torch.testing.assert_close(logp.double(), logp_oracle.detach(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), h_oracle.detach(), rtol=1e-6, atol=2e-6)
+    for got, want in ((dh, h64.grad), (dw[:777], w64.grad)):
+        assert float((got.double() - want).norm() / want.norm()) < tolerance
+    assert not dw[777:].any()
+
+
+def test_main_grad_takes_the_sum_in_fp32_and_inputs_stay_as_they_were():
+    h, w, targets = make(33, 24, 200, 16, torch.bfloat16)
+    before = h.clone(), w.clone(), targets.clone()
+    own = torch.nn.Parameter(w.clone())
+    lp.linear_logprob(h, own, targets, vocab_size=200, vocab_tile=16).sum().backward()
+    param = torch.nn.Parameter(w.clone())
+    param.main_grad = torch.zeros(w.shape)
+    for _ in range(2):
+        hidden = h.clone().requires_grad_()
+        lp.linear_logprob(hidden, param, targets, vocab_size=200, vocab_tile=16).sum().backward()
+    assert param.grad is None
+    assert torch.equal(bits((param.main_grad / 2).bfloat16()), bits(own.grad))
+    assert all(torch.equal(a, b) for a, b in zip(before, (h, w, targets)))
+    assert torch.equal(hidden, h)
+
+
+def test_repeat_backward_gives_the_same_bits_and_frozen_inputs_get_none():
+    h, w, targets = make(33, 24, 200, 16)
+    grads = (torch.ones(33), torch.zeros(33))
+    a, b = (scored(h, w, targets, vocab_size=200, vocab_tile=16, grads=grads) for _ in range(2))
+    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b))
+    hidden = h.clone().requires_grad_()
+    lp.linear_logprob(hidden, w, targets, vocab_size=200, vocab_tile=16).sum().backward()
+    assert torch.equal(bits(hidden.grad), bits(a[2]))
+    rows = w.clone().requires_grad_()
+    lp.linear_logprob(h, rows, targets, vocab_size=200, vocab_tile=16).sum().backward()
+    assert torch.equal(bits(rows.grad), bits(a[3]))
+
+
+def test_batch_row_alone_equals_row_in_batch():
+    h, w, targets = make(130, 48, 600, 32, torch.bfloat16)
+    whole = lp.linear_logprob(h, w, targets, vocab_size=600, vocab_tile=32)
+    for i in (0, 63, 64, 129):
+        alone = lp.linear_logprob(h[i : i + 1], w, targets[i : i + 1], vocab_size=600, vocab_tile=32)
+        assert torch.equal(bits(alone), bits(whole[i : i + 1]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = lp.linear_logprob(h, w, targets, vocab_size=600, vocab_tile=32)
+    assert torch.equal(bits(inside), bits(whole))
+
+
+def test_r10_r16_the_ratio_of_one_update_is_exactly_one():
+    h, w, targets = make(40, 32, 300, 16, torch.bfloat16)
+    old = lp.linear_logprob(h, w, targets, vocab_size=300, vocab_tile=16).detach()
+    current = lp.linear_logprob(h.clone().requires_grad_(), w, targets, vocab_size=300, vocab_tile=16)
+    ratio = (current - old).exp()
+    assert torch.equal(ratio, torch.ones(40))
+    m = lp.rollout_metrics(old, current, torch.ones(40, dtype=torch.bool))
+    assert m["bitwise_equal"]
+    assert m["kl_rollout_to_train"] == m["k3"] == 0.0
+    assert m["ratio_histogram"]["exactly 1"] == 40
+
+
+def test_zero_rows_go_through_forward_and_backward():
+    h, w, targets = make(0, 24, 200, 16)
+    logp, _, dh, dw = scored(h, w, targets, vocab_size=200, vocab_tile=16, grads=(torch.ones(0), torch.ones(0)))
+    assert logp.shape == (0,)
+    assert dh.shape == (0, 24)
+    assert not dw.any()
+
+
+def test_refusals_name_what_was_given():
+    h, w, targets = make(5, 24, 200, 16)  # 256 rows
+
+    def call(h=h, w=w, targets=targets, **kw):
+        return lp.linear_logprob(h, w, targets, **{"vocab_size": 200, "vocab_tile": 16, **kw})
+
+    nan_hidden = h.clone()
+    nan_hidden[3, 0] = float("nan")
+    cases = [
+        (lambda: call(w=w[:200]), "weight has 200 rows; supported: whole tiles of 16"),
+        (lambda: call(w=w[:192]), "1 shards of 192 rows do not hold vocab_size=200"),
+        (lambda: call(w=w[:0]), "weight has 0 rows"),
+        (lambda: call(w=w[:, :23]), "needs .T, H. and .V_padded/t, H. with one H"),
+        (lambda: call(w=w.bfloat16()), "one type"),
+        (lambda: call(leaves=3), "leaves=3"),
+        (lambda: call(leaves=32), "leaves=32 cut 256 ids into parts of 8"),
+        (lambda: call(targets=torch.tensor([0, 1, 2, 3, 210])), "target 210 in row 4"),
+        (lambda: call(temperature=-0.5), "temperature -0.5"),
+        (lambda: call(h=nan_hidden), "logits of row 3 hold"),
+        (lambda: on_ranks(2, lambda c: call(w=w.chunk(2)[c.rank], comm=c, leaves=1)), "leaves=1 on 2 ranks"),
+        (
+            lambda: on_ranks(2, lambda c: call(h=nan_hidden, w=w.chunk(2)[c.rank], comm=c, leaves=2)),
+            "logits of row 3 hold",
+        ),
+    ]
+    for call_, message in cases:
+        with pytest.raises(ContractError, match=message):
+            call_()
+
+
+def test_unequal_shards_are_refused_on_every_rank():
+    """The gather sees ranks with different tiles; a real communicator names them, and none waits."""
+    h, w, targets = make(5, 24, 200, 16)
+    cut = [w[:112], w[112:]]
+    with pytest.raises((ContractError, RuntimeError)):
+        on_ranks(
+            2,
+            lambda c: lp.linear_logprob(h, cut[c.rank], targets, vocab_size=200, vocab_tile=16, comm=c, leaves=2),
+        )

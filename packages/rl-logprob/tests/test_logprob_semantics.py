@@ -1,0 +1,66 @@
+"""What is compared with what: sampling semantics and what strict mode refuses."""
+
+import pytest
+
+from rl_contract import ContractError
+from rl_logprob import SamplingSemantics, check_sampling_semantics
+
+
+def test_r01_r07_two_sides_of_different_meaning_are_not_compared():
+    rollout = SamplingSemantics(mode="raw", temperature=0.7)
+    train = SamplingSemantics(temperature=0.7, top_p=0.95)
+    assert rollout.differences(train) == ["mode: 'raw' != 'processed'", "top_p: 1.0 != 0.95"]
+    with pytest.raises(ContractError, match=r"mode.*top_p.*give both engines one"):
+        rollout.require_same(train)
+    train.require_same(SamplingSemantics.from_dict(train.to_dict()))
+
+
+def test_r04_strict_refusal_lists_every_violation_at_once():
+    with pytest.raises(ContractError) as error:
+        check_sampling_semantics(
+            temperature=0.0,
+            top_p=0.9,
+            top_k=20,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={3: 1.0},
+            bad_words=["x"],
+        )
+    for name in (
+        "temperature=0.0",
+        "top_p=0.9",
+        "top_k=20",
+        "min_p=0.1",
+        "repetition_penalty=1.1",
+        "presence_penalty=0.5",
+        "frequency_penalty=-0.5",
+        "logit_bias for 1 ids",
+        "bad_words=['x']",
+    ):
+        assert name in str(error.value)
+
+
+def test_r06_raw_on_both_sides_is_refused_unless_it_is_the_sampling_distribution():
+    with pytest.raises(ContractError, match=r"mode='raw' at temperature=0\.6"):
+        check_sampling_semantics(mode="raw", temperature=0.6)
+    assert check_sampling_semantics(mode="raw").violations() == []
+
+
+@pytest.mark.parametrize("off", [0, -1])
+def test_supported_parameters_give_their_semantics(off):
+    got = check_sampling_semantics(temperature=0.7, top_k=off)
+    assert got == SamplingSemantics(temperature=0.7)
+    assert got.to_dict()["penalties"] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_temperature_out_of_range_is_refused(temperature):
+    with pytest.raises(ContractError, match="temperature="):
+        check_sampling_semantics(temperature=temperature)
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ContractError, match="mode='processed_logits'"):
+        SamplingSemantics(mode="processed_logits")
