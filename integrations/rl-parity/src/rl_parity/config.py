@@ -1,0 +1,121 @@
+"""One frozen object holds everything that a run was asked to do."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rl_contract import ContractError
+
+ARMS = ("strict", "native", "both")
+LAUNCHERS = ("ray", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLayout:
+    """Megatron ranks: ``tp * cp`` processes."""
+
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},cp={self.cp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLayout:
+    """vLLM engines, each of ``tp`` workers."""
+
+    tp: int = 1
+    engines: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.engines
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},engines={self.engines}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything ``rl-parity run`` was asked for.
+
+    Attributes:
+        arm: ``strict`` (our operators on both sides), ``native`` (the engines' own), ``both`` one after the other.
+        model: path of a Hugging Face checkpoint, or ``tiny-qwen3`` / ``tiny-llama``.
+        prompts: JSONL file, or ``arithmetic`` / ``easy``.
+        batch: prompts a step; ``group`` samples of each.
+        kl: weight of the KL term to the frozen reference.
+        clip: half-width of the clipped ratio.
+        leaves: G of ``tree(G)``; 0 means the larger TP size of the two engines.
+        plant: name of a deliberately mis-ordered kernel on the trainer side, for testing the check itself.
+    """
+
+    arm: str = "strict"
+    train: TrainLayout = field(default_factory=TrainLayout)
+    rollout: RolloutLayout = field(default_factory=RolloutLayout)
+    steps: int = 5
+    model: str = "tiny-qwen3"
+    out: str = "runs/latest"
+    seed: int = 0
+    prompts: str = "arithmetic"
+    batch: int = 8
+    group: int = 8
+    max_new_tokens: int = 16
+    max_model_len: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    reward: str = "exact"
+    lr: float = 1e-3
+    kl: float = 0.001
+    clip: float = 0.2
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    launcher: str = "ray"
+    leaves: int = 0
+    plant: str | None = None
+    timeout: float = 600.0
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        # native first: its verdict is the baseline that the strict verdict is read against
+        return ("native", "strict") if self.arm == "both" else (self.arm,)
+
+    @property
+    def tree_leaves(self) -> int:
+        return self.leaves or max(self.train.tp, self.rollout.tp)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "RunConfig":
+        return cls(**{**data, "train": TrainLayout(**data["train"]), "rollout": RolloutLayout(**data["rollout"])})
+
+
+def parse_layout(text: str, option: str, supported: tuple[str, ...]) -> dict[str, int]:
+    """``"tp=2,cp=2"`` as a dict.
+
+    Raises:
+        ContractError: an unknown key, a repeated key, or a value that is not a positive integer.
+    """
+    out: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, _, value = part.partition("=")
+        if key not in supported:
+            example = ",".join(f"{s}=2" for s in supported)
+            raise ContractError(f"{option} got {part!r}; supported keys are {', '.join(supported)}, e.g. {option} {example}")
+        if key in out:
+            raise ContractError(f"{option} got {key} twice in {text!r}; give each key once")
+        if not value.isdecimal() or int(value) < 1:
+            raise ContractError(f"{option} got {part!r}; {key} must be a positive integer")
+        out[key] = int(value)
+    return out

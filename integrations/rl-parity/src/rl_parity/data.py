@@ -1,0 +1,184 @@
+"""Prompts, answers and rewards.
+
+A data set is JSON lines ``{"prompt": str, "answer": str}``; files in the style of GSM8K (``question``/``answer`` with the
+result after ``####``) work as they are. Two generated sets ship: ``arithmetic`` and ``easy``.
+"""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_contract import ContractError
+
+from rl_parity.vocabulary import Tokenizer
+
+BUILT_IN = ("arithmetic", "easy")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Example:
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example with its token ids; ``index`` is its place in the data set."""
+
+    index: int
+    ids: tuple[int, ...]
+    text: str
+    answer: str
+
+
+def arithmetic(seed: int = 0, count: int = 256) -> list[Example]:
+    """Sums, differences and products of small numbers, as one-line questions of different lengths."""
+    rng = random.Random(seed)
+    out = []
+    for _ in range(count):
+        a, b = rng.randint(2, 99), rng.randint(2, 99)
+        op = rng.choice("+-*")
+        value = {"+": a + b, "-": a - b, "*": a * b}[op]
+        form = rng.choice(("{a} {op} {b} =", "What is {a} {op} {b}? ", "Compute {a}{op}{b}. Answer = "))
+        out.append(Example(form.format(a=a, op=op, b=b), str(value)))
+    return out
+
+
+def easy() -> list[Example]:
+    """Ten prompts ``d=`` with the one-digit answer ``d``: a random policy seldom says it, a trained one learns to copy."""
+    return [Example(f"{d}=", str(d)) for d in range(10)]
+
+
+def read_examples(source: str) -> list[Example]:
+    """The named built-in set, or the lines of a JSONL file.
+
+    Raises:
+        ContractError: no such file, an empty set, or lines that are not examples (all of them are listed by number).
+    """
+    if source == "arithmetic":
+        return arithmetic()
+    if source == "easy":
+        return easy()
+    path = Path(source)
+    if not path.is_file():
+        raise ContractError(f"prompts {source!r}: no such file; give a JSONL file or one of {BUILT_IN}")
+    examples, problems = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(_example(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ContractError(f'{source}: {shown}; every line must be {{"prompt": "...", "answer": "..."}}')
+    if not examples:
+        raise ContractError(f'{source} holds no examples; give at least one line {{"prompt": "...", "answer": "..."}}')
+    return examples
+
+
+def _example(row: object) -> Example:
+    if not isinstance(row, dict):
+        raise ValueError(f"got {type(row).__name__}, not an object")
+    prompt, answer = row.get("prompt", row.get("question")), row.get("answer")
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError("no text under 'prompt'")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError("no text under 'answer'")
+    return Example(prompt, answer)
+
+
+def encode(examples: Sequence[Example], tokenizer: Tokenizer, *, vocab_size: int, max_prompt: int) -> list[Prompt]:
+    """Token ids of every example.
+
+    Args:
+        vocab_size: the model's; ids at or beyond it have no row.
+        max_prompt: longest prompt, in tokens, that leaves room for the completion.
+
+    Raises:
+        ContractError: prompts that are too long, empty, not encodable or out of range; all of them are listed.
+    """
+    prompts, problems = [], []
+    for index, example in enumerate(examples):
+        try:
+            ids = tokenizer.encode(example.prompt)
+        except ContractError as error:
+            problems.append(f"example {index + 1}: {error}")
+            continue
+        if not ids:
+            problems.append(f"example {index + 1}: the prompt has no tokens")
+        elif max(ids) >= vocab_size or min(ids) < 0:
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            problems.append(f"example {index + 1}: token id {bad} is outside the model's vocabulary of {vocab_size}")
+        elif len(ids) > max_prompt:
+            problems.append(
+                f"example {index + 1}: {len(ids)} tokens, the context leaves {max_prompt}; "
+                "shorten the prompt or lower --max-new-tokens"
+            )
+        else:
+            prompts.append(Prompt(index, tuple(ids), example.prompt, example.answer))
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ContractError(f"prompts: {shown}")
+    return prompts
+
+
+def batch_for_step(prompts: Sequence[Prompt], *, step: int, batch: int, seed: int) -> list[Prompt]:
+    """The prompts of one step: seeded shuffles of the whole set, one after the other, cut into batches."""
+    out = []
+    for position in range(step * batch, (step + 1) * batch):
+        epoch, offset = divmod(position, len(prompts))
+        order = list(range(len(prompts)))
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        out.append(prompts[order[offset]])
+    return out
+
+
+def sampling_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
+    """A request's seed, a function of these four alone, so that engine count and batch mates leave the tokens alone.
+
+    ``prompt_index`` is the prompt's place in the step, since a small data set may put one prompt twice into a step.
+    """
+    digest = hashlib.sha256(f"{seed}:{step}:{prompt_index}:{sample_index}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+
+
+def final_answer(text: str) -> str:
+    """What follows the last ``####``, else the last number, else the stripped text."""
+    if "####" in text:
+        text = text.rsplit("####", 1)[1]
+    else:
+        numbers = _NUMBER.findall(text)
+        text = numbers[-1] if numbers else text
+    return text.strip().replace(",", "").rstrip(".")
+
+
+def reward_exact(completion: str, answer: str) -> float:
+    """1.0 when the final answers are the same text, else 0.0."""
+    return 1.0 if final_answer(completion) == final_answer(answer) else 0.0
+
+
+def reward_partial(completion: str, answer: str) -> float:
+    """1.0 for the exact answer, else 0.2 for any number plus up to 0.3 for its leading characters that are right."""
+    given, wanted = final_answer(completion), final_answer(answer)
+    if given == wanted:
+        return 1.0
+    if not _NUMBER.fullmatch(given):
+        return 0.0
+    same = 0
+    for x, y in zip(given, wanted):
+        if x != y:
+            break
+        same += 1
+    return 0.2 + 0.3 * same / max(len(given), len(wanted))
+
+
+REWARDS = {"exact": reward_exact, "partial": reward_partial}

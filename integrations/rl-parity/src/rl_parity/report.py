@@ -1,0 +1,274 @@
+"""``report.html``: one self-contained page about a run, the verdict first. Reads the run directory and nothing else."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rl_contract import Profile
+
+from rl_parity import contracts
+from rl_parity.rundir import REPORT, RunDirectory, is_equal
+from rl_parity.svg import Series, bars, lines, number, timeline
+
+PHASES = ("push", "rollout", "score", "train", "other")
+
+_ROWS: tuple[tuple[str, str, bool], ...] = (
+    ("valid_count", "valid tokens compared", False),
+    ("mismatch_count", "log-probabilities that differ (rollout against train)", True),
+    ("forward_mismatch_count", "log-probabilities that differ (scoring against training forward)", True),
+    ("nonfinite_count", "nonfinite values", True),
+    ("absent_count", "absent values", True),
+    ("token_id_mismatch_count", "token ids that differ", True),
+    ("weight_version_mismatch_count", "tokens made by other weights", True),
+    ("max_abs_diff", "largest difference, nats", True),
+    ("mean_abs_diff", "mean difference over tokens, nats", True),
+    ("kl_rollout_to_train", "KL rollout to train, mean of -(train - rollout)", False),
+    ("k3", "KL estimate k3, mean of exp(d) - d - 1", False),
+    ("reward_first", "mean reward, first step", False),
+    ("reward_last", "mean reward, last step", False),
+    ("steps", "steps", False),
+    ("seconds", "seconds", False),
+)
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Render the page of a finished, failed or running run; returns its path."""
+    path = run.root / REPORT
+    path.write_text(render(run), encoding="utf-8")
+    return path
+
+
+def render(run: RunDirectory) -> str:
+    """The page as one string."""
+    manifest = run.manifest()
+    summary = run.summary() if (run.root / "summary.json").is_file() else {"arms": {}}
+    steps = {arm: run.steps(arm) for arm in run.arms()}
+    sections = [
+        _verdict(manifest, summary, steps),
+        _figures(summary),
+        _curves(steps),
+        _topology(manifest),
+        _evidence({arm: run.evidence(arm) for arm in steps}),
+        _sync(steps),
+        _contracts(manifest),
+        _provenance(manifest),
+    ]
+    css = files("rl_parity").joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>rl-parity report</title><style>{css}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Mapping[str, Sequence[Any]]) -> str:
+    arms = summary["arms"]
+    strict, native, status = arms.get("strict"), arms.get("native"), manifest.get("status", "unknown")
+    good = False
+    if status in ("interrupted", "failed"):
+        title = "The run was interrupted" if status == "interrupted" else "The run failed"
+        lead = escape(str(manifest.get("reason") or "no reason was recorded").splitlines()[0])
+    elif strict is None and native is None:
+        title, lead = "Nothing was compared", "The run has no finished step."
+    elif strict is None:
+        title = f"Native arm: {number(native['mismatch_count'])} of {number(native['valid_count'])} log-probabilities differ"
+        lead = "Only the engines' own operators ran; there is no strict verdict."
+    elif strict["bitwise_equal"]:
+        good = True
+        title = f"Equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
+        lead = "vLLM's log-probability of every valid token has the same bits as Megatron's, and as the training forward's."
+    else:
+        title = f"Not equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
+        lead = _why(steps.get("strict", ()))
+    if native is not None and strict is not None and native["valid_count"]:
+        share = 100 * native["mismatch_count"] / native["valid_count"]
+        lead += (
+            f" With the engines' own operators {number(native['mismatch_count'])} of {number(native['valid_count'])} "
+            f"({share:.0f}%) differ, by up to {number(native['max_abs_diff'])} nats."
+        )
+    c = manifest["config"]
+    eyebrow = (
+        f"{c['model']} · train tp={c['train']['tp']}, cp={c['train']['cp']} · rollout tp={c['rollout']['tp']}, "
+        f"engines={c['rollout']['engines']} · seed {c['seed']} · {manifest.get('started', '')}"
+    )
+    plant = f'<p class="note"><b>Planted on purpose: {escape(str(c["plant"]))}</b></p>' if c.get("plant") else ""
+    return (
+        f'<section class="verdict {"good" if good else "bad"}"><p class="eyebrow">{escape(eyebrow)}</p>'
+        f'<h1>{escape(title)}</h1><p class="lead">{lead}</p>{plant}</section>'
+    )
+
+
+def _why(steps: Sequence[Mapping[str, Any]]) -> str:
+    for step in steps:
+        if step.get("not_compared"):
+            return escape(f"Step {step['step']} was not compared: {step['not_compared']}.")
+        first = step.get("first_mismatch")
+        if first:
+            return (
+                f"First at step {first['step']}, sample {first['sample']}, position {first['position']}, token "
+                f"<code>{escape(str(first['token']))}</code>: {first['left_name']} {first['left']!r} "
+                f"(<code>{first['left_bits']}</code>), {first['right_name']} {first['right']!r} "
+                f"(<code>{first['right_bits']}</code>)."
+            )
+        if not is_equal(step):
+            return escape(f"Step {step['step']} has nonzero counts below.")
+    return ""
+
+
+def _figures(summary: Mapping[str, Any]) -> str:
+    arms = [a for a in ("strict", "native") if a in summary["arms"]]
+    if not arms:
+        return ""
+    head = "".join(f'<th class="n">{arm}</th>' for arm in arms)
+    rows = []
+    for key, text, zero_is_good in _ROWS:
+        if not any(key in summary["arms"][a] for a in arms):
+            continue
+        tds = []
+        for arm in arms:
+            value = summary["arms"][arm].get(key)
+            mark = ""
+            if zero_is_good and value is not None:
+                mark = " zero" if value == 0 else " nonzero"
+            tds.append(f'<td class="n{mark}">{number(value)}</td>')
+        rows.append(f"<tr><td>{escape(text)}</td>{''.join(tds)}</tr>")
+    return (
+        f'<h2>Counts</h2><div class="scroll"><table class="first"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
+        '<p class="note">Bits are compared as integers. Differences are train minus rollout, in nats. A mean close to zero is '
+        "not a count of zero, so the counts decide.</p>"
+    )
+
+
+def _series(steps: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> list[Series]:
+    return [Series(arm, arm, [s.get(key) for s in steps[arm]]) for arm in steps]
+
+
+def _curves(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    if not steps:
+        return ""
+    legend = "".join(f'<span><i class="k-{arm}"></i>{arm}</span>' for arm in reversed(list(steps)))
+    charts = [
+        lines("Mean reward", _series(steps, "reward"), zero=True),
+        lines("Mean |train - rollout| per token, nats", _series(steps, "mean_abs_diff"), log=True),
+        lines("Largest |train - rollout|, nats", _series(steps, "max_abs_diff"), log=True),
+        lines("KL rollout to train (k3), nats", _series(steps, "k3"), log=True),
+        lines("Loss", _series(steps, "loss")),
+        lines("Gradient norm", _series(steps, "grad_norm"), zero=True),
+        lines("KL to the frozen reference, nats", _series(steps, "kl_reference"), zero=True),
+        _histogram(steps),
+    ]
+    return f'<h2>Curves</h2><div class="legend">{legend}</div><div class="grid2">{"".join(charts)}</div>'
+
+
+def _histogram(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    labels: list[str] = []
+    totals: dict[str, list[float]] = {}
+    for arm, records in steps.items():
+        for record in records:
+            buckets = record.get("ratio_histogram") or {}
+            labels = labels or list(buckets)
+            counts = totals.setdefault(arm, [0.0] * len(labels))
+            for i, name in enumerate(labels):
+                counts[i] += buckets.get(name, 0)
+    if not labels:
+        return ""
+    series = []
+    for arm in reversed(list(totals)):
+        whole = sum(totals[arm]) or 1.0
+        series.append(Series(arm, arm, [100 * v / whole for v in totals[arm]]))
+    exact = next((i for i, name in enumerate(labels) if name.startswith("exact") or name == "=1"), None)
+    return bars("Policy ratio exp(train - rollout)", labels, series, highlight=exact, label="share of valid tokens")
+
+
+def _topology(manifest: Mapping[str, Any]) -> str:
+    t, r = manifest["config"]["train"], manifest["config"]["rollout"]
+    style = f'style="grid-template-columns:repeat({t["tp"]},1fr)"'
+    ranks = "".join(
+        f'<div class="rank">rank {c * t["tp"] + i}<br>tp {i} · cp {c}</div>' for c in range(t["cp"]) for i in range(t["tp"])
+    )
+    wide = f'style="grid-template-columns:repeat({r["tp"]},1fr)"'
+    engines = "".join(
+        f'<div class="note">engine {e}</div><div class="ranks" {wide}>'
+        + "".join(f'<div class="rank">worker tp {w}</div>' for w in range(r["tp"]))
+        + "</div>"
+        for e in range(r["engines"])
+    )
+    launcher = escape(str(manifest["config"]["launcher"]))
+    return (
+        f'<h2>Topology</h2><div class="topo"><div class="side"><b>Megatron-core, {t["tp"] * t["cp"]} ranks</b>'
+        f'<div class="ranks" {style}>{ranks}</div></div><div class="arrow">weights &#8594;<br>&#8592; tokens<br>'
+        f"<small>{launcher}</small></div>"
+        f'<div class="side"><b>vLLM, {r["engines"]} engine(s) of {r["tp"]}</b>{engines}</div></div>'
+    )
+
+
+def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
+    out = []
+    for arm, data in reversed(list(evidence.items())):
+        table: dict[tuple[str, str, str], dict[str, int]] = {}
+        workers: dict[str, int] = {}
+        for side in ("train", "rollout"):
+            for rows in data.get(side, {}).values():
+                workers[side] = workers.get(side, 0) + 1
+                for row in rows:
+                    key = (row["boundary"], row["kernel"], row.get("layout", "-"))
+                    cell = table.setdefault(key, {})
+                    cell[side] = cell.get(side, 0) + int(row["count"])
+        body = "".join(
+            f"<tr><td>{escape(b)}</td><td><code>{escape(k)}</code></td><td>{escape(layout)}</td>"
+            f'<td class="n">{number(cell.get("train", 0))}</td><td class="n">{number(cell.get("rollout", 0))}</td></tr>'
+            for (b, k, layout), cell in sorted(table.items())
+        )
+        if not body:
+            body = '<tr><td colspan="5">No launch of our operators was reported by any worker.</td></tr>'
+        out.append(
+            f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table><tr><th>boundary</th><th>kernel</th><th>layout</th>'
+            f'<th class="n">launches, {workers.get("train", 0)} trainer ranks</th>'
+            f'<th class="n">launches, {workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
+        )
+    if out:
+        out.append('<p class="note">Counted inside the operators by each worker process; nothing here comes from configuration.</p>')
+    return "".join(out)
+
+
+def _sync(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    arm = "strict" if "strict" in steps else next(iter(steps), None)
+    if arm is None:
+        return ""
+    rows = []
+    for s in steps[arm][:80]:
+        seconds = s["seconds"]
+        phases = [(p, float(seconds[p])) for p in PHASES if seconds.get(p)]
+        rows.append((f"step {s['step']}  weights {str(s['weight_digest'])[:12]}", phases))
+    legend = "".join(f'<span><i class="k-{p}"></i>{p}</span>' for p in PHASES)
+    more = f'<p class="note">The first 80 of {len(steps[arm])} steps.</p>' if len(steps[arm]) > 80 else ""
+    return (
+        f"<h2>Weight sync and time, {arm} arm</h2>"
+        f'<div class="legend">{legend}</div>{timeline("Seconds by phase; every step samples from the weights named", rows)}{more}'
+    )
+
+
+def _contracts(manifest: Mapping[str, Any]) -> str:
+    if "profile" not in manifest:
+        return ""
+    profile = Profile.from_dict(manifest["profile"])
+    head = "".join(f"<th>{c}</th>" for c in contracts.COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in contracts.cells(profile.contracts[name])) + "</tr>"
+        for name in sorted(profile.contracts)
+    )
+    return (
+        f'<h2>Contracts</h2><p class="note">Both engines published fingerprint <code>{profile.fingerprint}</code>; sides with '
+        f'different fingerprints are not compared.</p><div class="scroll"><table class="contract"><tr>{head}</tr>{body}</table></div>'
+    )
+
+
+def _provenance(manifest: Mapping[str, Any]) -> str:
+    rows: list[tuple[str, str]] = [("command", " ".join(manifest.get("command", [])))]
+    rows += [(name, str(version)) for name, version in manifest.get("versions", {}).items()]
+    rows += [(name, str(value)) for name, value in manifest.get("hardware", {}).items()]
+    rows += [(f"sampling {name}", str(value)) for name, value in manifest.get("sampling", {}).items()]
+    rows += [("not covered", text) for text in manifest.get("notes", [])]
+    body = "".join(f"<tr><td>{escape(k)}</td><td><code>{escape(v)}</code></td></tr>" for k, v in rows)
+    return f'<h2>Provenance</h2><div class="scroll"><table>{body}</table></div>'

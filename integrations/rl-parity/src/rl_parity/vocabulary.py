@@ -1,0 +1,73 @@
+"""The character vocabulary of the built-in models, and reading of any checkpoint's tokenizer."""
+
+import json
+import string
+from pathlib import Path
+from typing import Protocol
+
+from rl_contract import ContractError
+
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+VOCABULARY: tuple[str, ...] = (*SPECIAL, *string.digits, *string.ascii_letters, *" \n+-*/=()?.,")
+
+
+class Tokenizer(Protocol):
+    """What the runner needs of a tokenizer."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json of the character vocabulary."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as HfTokenizer
+
+    ids = {c: i for i, c in enumerate(VOCABULARY)}
+    tokenizer = HfTokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class FolderTokenizer:
+    """The tokenizer.json of a checkpoint folder.
+
+    Raises:
+        ContractError: the folder has no tokenizer.json, or a text holds a character that it maps to ``<unk>``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer as HfTokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ContractError(
+                f"{folder} has no tokenizer.json; a fast tokenizer is needed, save one with `save_pretrained`"
+            )
+        self._tokenizer = HfTokenizer.from_file(str(path))
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self._unknown = self._tokenizer.token_to_id("<unk>")
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        if self._unknown is not None and self._unknown in ids:
+            raise ContractError(
+                f"{text[:60]!r} holds a character outside the tokenizer's vocabulary; use characters it knows"
+            )
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
