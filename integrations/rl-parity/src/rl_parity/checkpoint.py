@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from rl_contract import ContractError
 
 _FLOATS = ("BF16", "F32")
@@ -54,6 +55,7 @@ def size_in_bytes(folder: Path) -> int:
 def problems(folder: Path, config: dict[str, Any]) -> list[str]:
     """Every missing, extra, mis-shaped, mixed-type or nonfinite tensor of a checkpoint, one line each."""
     from safetensors import SafetensorError
+
     from vime_sync.layout import ModelShape
 
     if not weight_files(folder):
@@ -74,7 +76,9 @@ def problems(folder: Path, config: dict[str, Any]) -> list[str]:
                 found.append(f"checkpoint: {name} has shape {shape}, the config.json needs {expected[name]}")
             if dtype not in _FLOATS:
                 found.append(f"checkpoint: {name} is {dtype}, supported are bfloat16 and float32; convert it")
-        found += [f"checkpoint: tensor {name} is missing; save the whole model" for name in expected if name not in seen]
+        found += [
+            f"checkpoint: tensor {name} is missing; save the whole model" for name in expected if name not in seen
+        ]
         found += _nonfinite(folder)
     except (SafetensorError, OSError) as error:
         found.append(f"checkpoint {folder} can't be read: {error}; copy it again")

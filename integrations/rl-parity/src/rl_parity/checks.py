@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rl_contract import Profile, Verdict, compare
 
+from rl_contract import Profile, Verdict, compare
 from rl_parity.rundir import StepSamples
 
 
@@ -89,7 +89,9 @@ def _first_obstacle(
         return f"{v.token_id_mismatch_count} token ids differ between what was sampled and what was scored"
     if v.weight_version_mismatch_count:
         return f"{v.weight_version_mismatch_count} tokens were not made by weights {expected_version}"
-    different = sorted(k for k in {*rollout.semantics, *train.semantics} if rollout.semantics.get(k) != train.semantics.get(k))
+    different = sorted(
+        k for k in {*rollout.semantics, *train.semantics} if rollout.semantics.get(k) != train.semantics.get(k)
+    )
     if different:
         pairs = ", ".join(f"{k}: {rollout.semantics.get(k)!r} against {train.semantics.get(k)!r}" for k in different)
         return f"log-prob semantics differ, rollout against train: {pairs}"

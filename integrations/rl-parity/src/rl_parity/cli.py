@@ -38,7 +38,9 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rl-parity", description="RL training whose two engines compute the same bits.")
+    parser = argparse.ArgumentParser(
+        prog="rl-parity", description="RL training whose two engines compute the same bits."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train, and compare every log-probability bit for bit")
     doctor = commands.add_parser("doctor", help="list every violated precondition of a run; starts nothing")
@@ -61,14 +63,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_options(p: argparse.ArgumentParser) -> None:
     d = RunConfig()
-    p.add_argument("--arm", choices=ARMS, default=d.arm, help="strict: our operators on both sides; native: the engines' own")
+    p.add_argument(
+        "--arm", choices=ARMS, default=d.arm, help="strict: our operators on both sides; native: the engines' own"
+    )
     p.add_argument("--train", default="tp=1,cp=1", metavar="tp=N,cp=N", help="Megatron ranks")
     p.add_argument("--rollout", default="tp=1,engines=1", metavar="tp=N,engines=N", help="vLLM engines")
     p.add_argument("--steps", type=int, default=d.steps)
     p.add_argument("--model", default=d.model, metavar="PATH", help="Hugging Face folder, tiny-qwen3 or tiny-llama")
     p.add_argument("--out", default=d.out, metavar="DIR", help="new directory of this run")
     p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument("--prompts", default=d.prompts, metavar="JSONL", help='lines {"prompt", "answer"}; or arithmetic, easy')
+    p.add_argument(
+        "--prompts", default=d.prompts, metavar="JSONL", help='lines {"prompt", "answer"}; or arithmetic, easy'
+    )
     p.add_argument("--reward", choices=("exact", "partial"), default=d.reward)
     p.add_argument("--batch", type=int, default=d.batch, help="prompts a step")
     p.add_argument("--group", type=int, default=d.group, help="samples a prompt")

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rl_contract import ContractError
 
+from rl_contract import ContractError
 from rl_parity.rundir import RunDirectory, StepSamples
 
 _LOGPROBS = ("rollout", "train", "forward")
@@ -48,7 +48,9 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
     """
     arms = [arm for arm in a.arms() if arm in b.arms()]
     if not arms:
-        raise ContractError(f"{a.root} has arms {a.arms()}, {b.root} has {b.arms()}; give two runs with an arm in common")
+        raise ContractError(
+            f"{a.root} has arms {a.arms()}, {b.root} has {b.arms()}; give two runs with an arm in common"
+        )
     out = Comparison()
     for arm in arms:
         mine, theirs = a.steps(arm), b.steps(arm)
@@ -70,7 +72,9 @@ def _samples(out: Comparison, arm: str, step: int, a: RunDirectory, b: RunDirect
         return
     _array(out, f"{arm} tokens", step, x, x.tokens, y.tokens)
     for name in _LOGPROBS:
-        _array(out, f"{arm} {name} logprob", step, x, getattr(x, name).view(np.uint32), getattr(y, name).view(np.uint32))
+        _array(
+            out, f"{arm} {name} logprob", step, x, getattr(x, name).view(np.uint32), getattr(y, name).view(np.uint32)
+        )
 
 
 def _array(out: Comparison, quantity: str, step: int, samples: StepSamples, a: np.ndarray, b: np.ndarray) -> None:

@@ -112,7 +112,9 @@ def parse_layout(text: str, option: str, supported: tuple[str, ...]) -> dict[str
         key, _, value = part.partition("=")
         if key not in supported:
             example = ",".join(f"{s}=2" for s in supported)
-            raise ContractError(f"{option} got {part!r}; supported keys are {', '.join(supported)}, e.g. {option} {example}")
+            raise ContractError(
+                f"{option} got {part!r}; supported keys are {', '.join(supported)}, e.g. {option} {example}"
+            )
         if key in out:
             raise ContractError(f"{option} got {key} twice in {text!r}; give each key once")
         if not value.isdecimal() or int(value) < 1:

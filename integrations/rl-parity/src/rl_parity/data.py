@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_contract import ContractError
-
 from rl_parity.vocabulary import Tokenizer
 
 BUILT_IN = ("arithmetic", "easy")

@@ -18,10 +18,19 @@ class EngineWorker:
     """
 
     def __init__(
-        self, *, name: str, arm: str, model: str, profile: dict[str, Any], tp: int, max_model_len: int, max_num_seqs: int
+        self,
+        *,
+        name: str,
+        arm: str,
+        model: str,
+        profile: dict[str, Any],
+        tp: int,
+        max_model_len: int,
+        max_num_seqs: int,
     ) -> None:
-        import rl_vllm
         from vllm import LLM
+
+        import rl_vllm
 
         self._profile = Profile.from_dict(profile)
         self._arm = arm
@@ -49,7 +58,13 @@ class EngineWorker:
         return found(*args, **kwargs) if callable(found) else found
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float, max_new_tokens: int, eos: list[int] | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        eos: list[int] | None,
     ) -> list[dict[str, Any]]:
         """Sample one completion per prompt.
 
@@ -57,8 +72,9 @@ class EngineWorker:
             For each prompt ``{"tokens", "logprobs", "versions", "finish"}``: ids, the processed log-probability of each
             sampled token (None where the engine gave none), weight versions as (version, first token, end), and why it ended.
         """
-        from rl_vllm import version_spans
         from vllm import SamplingParams, TokensPrompt
+
+        from rl_vllm import version_spans
 
         params = [
             SamplingParams(
@@ -78,11 +94,11 @@ class EngineWorker:
             tokens = list(completion.token_ids)
             logprobs: list[float | None] = [None] * len(tokens)
             for i, (token, at) in enumerate(zip(tokens, completion.logprobs or [])):
-                if token in at:
+                if at is not None and token in at:
                     logprobs[i] = float(at[token].logprob)
             out.append(
                 {
-                    "prompt": list(request.prompt_token_ids),
+                    "prompt": list(request.prompt_token_ids or []),
                     "tokens": tokens,
                     "logprobs": logprobs,
                     "versions": version_spans(completion),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rl_contract import Profile
 
+from rl_contract import Profile
 from rl_parity import preflight
 from rl_parity.config import RunConfig
 from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
@@ -67,7 +67,9 @@ class RemoteEngine:
 class Fleet:
     """Start with ``with``: on the way out every worker is closed, and what does not close is ended."""
 
-    def __init__(self, config: RunConfig, arm: str, model: Path, profile: Profile, logs: Path, max_model_len: int) -> None:
+    def __init__(
+        self, config: RunConfig, arm: str, model: Path, profile: Profile, logs: Path, max_model_len: int
+    ) -> None:
         self.config, self.arm = config, arm
         self._model, self._profile, self._logs, self._max_model_len = model, profile, logs, max_model_len
         self.trainers: list[Worker] = []

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rl_contract import ContractError, Profile
-from vime_sync import PolicyVersion, Publisher, StepLedger
-from vime_sync.layout import ModelShape
 
+from rl_contract import ContractError, Profile
 from rl_parity import data, metrics
 from rl_parity.checks import Identity, StepVerdict, compare_logprobs, describe_mismatch, judge
 from rl_parity.config import RunConfig
@@ -23,6 +21,8 @@ from rl_parity.launch import WorkerFailure
 from rl_parity.progress import Progress
 from rl_parity.rundir import RunDirectory, StepSamples, is_equal, write_json
 from rl_parity.vocabulary import FolderTokenizer
+from vime_sync import PolicyVersion, Publisher, StepLedger
+from vime_sync.layout import ModelShape
 
 
 class MismatchFound(Exception):
@@ -118,11 +118,20 @@ class Arm:
             self._enter(ledger, step, pushed["digest"], outputs, scored["tokens"])
             progress.phase("train")
             trained = fleet.all(
-                fleet.trainers, "train", sequences, rewards, c.group, scored["logprobs"], scored["reference"], c.temperature
+                fleet.trainers,
+                "train",
+                sequences,
+                rewards,
+                c.group,
+                scored["logprobs"],
+                scored["reference"],
+                c.temperature,
             )[0]
             samples.forward[:] = np.concatenate(trained["logprobs"])
             # a token that the engine left out still has both trainer values
-            again, first = compare_logprobs(samples, samples.train, samples.forward, step, ("scoring", "training forward"))
+            again, first = compare_logprobs(
+                samples, samples.train, samples.forward, step, ("scoring", "training forward")
+            )
             forward_mismatches = again.mismatch_count
             verdict.first_mismatch = verdict.first_mismatch or first
             clock.lap("train")
@@ -192,7 +201,11 @@ class Arm:
         return [score(self.tokenizer.decode(out["tokens"]), answer) for out, answer in zip(outputs, answers)]
 
     def _samples(
-        self, prompts: Sequence[Prompt], outputs: Sequence[dict[str, Any]], scored: Sequence[np.ndarray], rewards: Sequence[float]
+        self,
+        prompts: Sequence[Prompt],
+        outputs: Sequence[dict[str, Any]],
+        scored: Sequence[np.ndarray],
+        rewards: Sequence[float],
     ) -> StepSamples:
         flat = [value for out in outputs for value in out["logprobs"]]
         absent = np.array([value is None for value in flat], dtype=bool)
@@ -252,7 +265,10 @@ class Arm:
         for i, out in enumerate(outputs):
             end = start + len(out["tokens"])
             ledger.add_sample(
-                f"{step}-{i}", generated=len(out["tokens"]), spans=out["versions"], token_ids=out["prompt"] + out["tokens"]
+                f"{step}-{i}",
+                generated=len(out["tokens"]),
+                spans=out["versions"],
+                token_ids=out["prompt"] + out["tokens"],
             )
             consumed[f"{step}-{i}"] = out["prompt"] + scored[start:end].tolist()
             start = end
@@ -324,7 +340,9 @@ def _weights_folder(root: Path, run_id: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_prompts(config: RunConfig, model: Path, model_config: dict[str, Any], longest: int) -> tuple[FolderTokenizer, list[Prompt]]:
+def load_prompts(
+    config: RunConfig, model: Path, model_config: dict[str, Any], longest: int
+) -> tuple[FolderTokenizer, list[Prompt]]:
     """The checkpoint's tokenizer and the encoded data set.
 
     Raises:

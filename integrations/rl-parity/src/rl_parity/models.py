@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_contract import ContractError
 
+from rl_contract import ContractError
 from rl_parity.vocabulary import VOCABULARY, write_tokenizer
 
 
@@ -131,7 +131,9 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pa
     from safetensors.torch import save_file
 
     if name not in TINY:
-        raise ContractError(f"no built-in model {name!r}; built in are {sorted(TINY)}, or give the path of a checkpoint")
+        raise ContractError(
+            f"no built-in model {name!r}; built in are {sorted(TINY)}, or give the path of a checkpoint"
+        )
     spec = replace(TINY[name], **changes)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors(spec, seed), str(folder / "model.safetensors"), metadata={"format": "pt"})

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rl_contract import ContractError, MissingSupport, Profile, build_profile
 
+from rl_contract import ContractError, MissingSupport, Profile, build_profile
 from rl_parity import checkpoint, data
 from rl_parity.config import ARMS, LAUNCHERS, RunConfig
 from rl_parity.models import TINY, hf_config
@@ -176,7 +176,7 @@ def _model(c: RunConfig) -> Iterator[str]:
     try:
         _layout(c, config)
     except (ContractError, MissingSupport) as error:
-        yield from str(error).removeprefix("rl-megatron: ").split("; ")
+        yield str(error)
     for side, tp in (("--train", c.train.tp), ("--rollout", c.rollout.tp)):
         try:
             shape.check_tp(tp)

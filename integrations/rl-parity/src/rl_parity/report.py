@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import Profile
-
 from rl_parity import contracts
 from rl_parity.rundir import REPORT, RunDirectory, is_equal
 from rl_parity.svg import Series, bars, lines, number, timeline
@@ -79,7 +78,9 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
         title = f"Equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
         lead = "vLLM's log-probability of every valid token has the same bits as Megatron's, and as the training forward's."
     else:
-        title = f"Not equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
+        title = (
+            f"Not equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
+        )
         lead = _why(steps.get("strict", ()))
     if native is not None and strict is not None and native["valid_count"]:
         share = 100 * native["mismatch_count"] / native["valid_count"]
@@ -178,14 +179,16 @@ def _histogram(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         whole = sum(totals[arm]) or 1.0
         series.append(Series(arm, arm, [100 * v / whole for v in totals[arm]]))
     exact = next((i for i, name in enumerate(labels) if name.startswith("exact") or name == "=1"), None)
-    return bars("Policy ratio exp(train - rollout)", labels, series, highlight=exact, label="share of valid tokens")
+    return bars("Policy ratio: share of tokens by |train - rollout|", labels, series, highlight=exact, label="nats")
 
 
 def _topology(manifest: Mapping[str, Any]) -> str:
     t, r = manifest["config"]["train"], manifest["config"]["rollout"]
     style = f'style="grid-template-columns:repeat({t["tp"]},1fr)"'
     ranks = "".join(
-        f'<div class="rank">rank {c * t["tp"] + i}<br>tp {i} · cp {c}</div>' for c in range(t["cp"]) for i in range(t["tp"])
+        f'<div class="rank">rank {c * t["tp"] + i}<br>tp {i} · cp {c}</div>'
+        for c in range(t["cp"])
+        for i in range(t["tp"])
     )
     wide = f'style="grid-template-columns:repeat({r["tp"]},1fr)"'
     engines = "".join(
@@ -228,7 +231,9 @@ def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
             f'<th class="n">launches, {workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
         )
     if out:
-        out.append('<p class="note">Counted inside the operators by each worker process; nothing here comes from configuration.</p>')
+        out.append(
+            '<p class="note">Counted inside the operators by each worker process; nothing here comes from configuration.</p>'
+        )
     return "".join(out)
 
 

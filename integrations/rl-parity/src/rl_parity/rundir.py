@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from rl_contract import ContractError
 
 MANIFEST, SUMMARY, REPORT = "manifest.json", "summary.json", "report.html"

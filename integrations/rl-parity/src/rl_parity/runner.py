@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rl_contract import Profile
-from vime_sync import PublishError
 
+from rl_contract import Profile
 from rl_parity import checkpoint, metrics, preflight
 from rl_parity.config import RunConfig
 from rl_parity.launch import WorkerFailure
@@ -22,6 +21,7 @@ from rl_parity.loop import Arm, MismatchFound, load_prompts
 from rl_parity.models import TINY, write_model
 from rl_parity.report import write_report
 from rl_parity.rundir import SUMMARY, RunDirectory, summarize, write_json
+from vime_sync import PublishError
 
 EQUAL, MISMATCH, USAGE, FAILURE, INTERRUPTED = 0, 1, 2, 3, 130
 

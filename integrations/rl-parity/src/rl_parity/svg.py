@@ -60,7 +60,9 @@ def lines(title: str, series: Sequence[Series], *, label: str = "step", zero: bo
     """
     shown = [v for s in series for v in s.values if v is not None and math.isfinite(v)]
     if not shown:
-        return _frame(title, f'<text class="axis" x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no data</text>', label)
+        return _frame(
+            title, f'<text class="axis" x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no data</text>', label
+        )
     positive = [v for v in shown if v > 0]
     bottom, top = HEIGHT - _BOTTOM, _TOP
     gap = 22 if log and len(positive) < len(shown) else 0
@@ -109,7 +111,9 @@ def lines(title: str, series: Sequence[Series], *, label: str = "step", zero: bo
     return _frame(title, "".join(out), label)
 
 
-def bars(title: str, labels: Sequence[str], series: Sequence[Series], *, label: str = "", highlight: int | None = None) -> str:
+def bars(
+    title: str, labels: Sequence[str], series: Sequence[Series], *, label: str = "", highlight: int | None = None
+) -> str:
     """Grouped bars of shares in percent; the bucket ``highlight`` stands on a tinted ground."""
     bottom, top = HEIGHT - _BOTTOM - 14, _TOP + 8
     slot = (WIDTH - _LEFT - _RIGHT) / max(1, len(labels))
@@ -125,7 +129,9 @@ def bars(title: str, labels: Sequence[str], series: Sequence[Series], *, label: 
         )
     for i, text in enumerate(labels):
         middle = _LEFT + (i + 0.5) * slot
-        out.append(f'<text class="axis small" x="{middle:.1f}" y="{bottom + 13}" text-anchor="middle">{escape(text)}</text>')
+        out.append(
+            f'<text class="axis small" x="{middle:.1f}" y="{bottom + 13}" text-anchor="middle">{escape(text)}</text>'
+        )
         width = slot * 0.8 / len(series)
         for j, s in enumerate(series):
             value = s.values[i]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from rl_contract import Profile
 from rl_megatron import LossConfig, OptimizerConfig, PackedBatch, ParallelConfig, TrainerRank, group_advantages
 from vime_sync import Manifest, PolicyVersion, write_weights
@@ -92,7 +93,9 @@ class TrainerWorker:
             rewards: one a sample; ``group`` consecutive samples answer one prompt.
         """
         advantages = group_advantages(torch.tensor(rewards, dtype=torch.float32), group).tolist()
-        out = self._trainer.train_step(list(sequences), advantages, old, ref_logprobs=reference, temperature=temperature)
+        out = self._trainer.train_step(
+            list(sequences), advantages, old, ref_logprobs=reference, temperature=temperature
+        )
         return out if self._answers else None
 
     def report(self) -> dict[str, Any]:

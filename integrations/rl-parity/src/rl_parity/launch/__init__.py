@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_contract import ContractError
-
 from rl_parity.launch.base import Launcher, Pending, Worker, WorkerFailure, wait_all
 
 __all__ = ["Launcher", "Pending", "Worker", "WorkerFailure", "make_launcher", "wait_all"]

@@ -14,7 +14,8 @@ class WorkerFailure(RuntimeError):
 class Pending(Protocol):
     """A call in flight."""
 
-    worker: "Worker"
+    @property
+    def worker(self) -> "Worker": ...
 
     def result(self, timeout: float | None = None) -> Any:
         """The call's value.
@@ -31,6 +32,10 @@ class Worker(Protocol):
     name: str
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Pending: ...
+
+    def describe(self, what: str) -> str:
+        """``what`` with the worker's name and the last lines it wrote."""
+        ...
 
 
 class Launcher(Protocol):

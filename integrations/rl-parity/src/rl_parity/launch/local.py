@@ -17,14 +17,14 @@ from rl_parity.launch.processes import end_group
 
 class _Call:
     def __init__(self, worker: "LocalWorker") -> None:
-        self.worker = worker
+        self.worker: LocalWorker = worker
         self.answer: tuple[bool, Any] | None = None
 
     def result(self, timeout: float | None = None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.answer is None:
             left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0 or not self.worker.connection.poll(left):
+            if (left is not None and left <= 0) or not self.worker.connection.poll(left):
                 raise WorkerFailure(self.worker.describe(f"no answer within {timeout:.0f} s"))
             self.worker.receive()
         ok, value = self.answer
@@ -92,7 +92,7 @@ class LocalLauncher:
 
     def wait(self, calls: Sequence[Pending], timeout: float | None) -> list[Any]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        mine = [c for c in calls if isinstance(c, _Call)]
+        mine: list[_Call] = [c for c in calls if isinstance(c, _Call)]
         while True:
             # a worker whose object was not built has failed, whatever else was asked of it
             for call in mine:
@@ -106,9 +106,11 @@ class LocalLauncher:
             ready = wait(list(by_connection), left)
             if not ready:
                 names = ", ".join(sorted({c.worker.name for c in open_calls}))
-                raise WorkerFailure(open_calls[0].worker.describe(f"no answer within {timeout} s (waiting for {names})"))
+                raise WorkerFailure(
+                    open_calls[0].worker.describe(f"no answer within {timeout} s (waiting for {names})")
+                )
             for connection in ready:
-                by_connection[connection].receive()  # type: ignore[index]
+                by_connection[connection].receive()
 
     def close(self) -> None:
         for worker in self._workers:

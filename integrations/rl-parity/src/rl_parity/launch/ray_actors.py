@@ -77,7 +77,7 @@ class RayLauncher:
         return worker
 
     def wait(self, calls: Sequence[Pending], timeout: float | None) -> list[Any]:
-        mine = [c for c in calls if isinstance(c, _Call)]
+        mine: list[_Call] = [c for c in calls if isinstance(c, _Call)]
         deadline = None if timeout is None else time.monotonic() + timeout
         by_reference = {c.reference: c for c in mine}
         left = list(by_reference)

@@ -28,17 +28,23 @@ def main(fd: int) -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     target: Any = None
+    broken = ""
     while True:
         method, args, kwargs = inbox.get()
         try:
             if method == "__build__":
                 target, value = build(*args), None
+            elif broken:
+                # the first real call carries the reason, as nobody waits for the building
+                connection.send((False, broken))
+                continue
             else:
                 value = getattr(target, method)(*args, **kwargs)
             answer = (True, value)
         except BaseException as error:
             traceback.print_exc()
             answer = (False, f"{type(error).__name__}: {error}")
+            broken = answer[1] if method == "__build__" else broken
         connection.send(answer)
 
 

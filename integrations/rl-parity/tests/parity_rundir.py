@@ -1,0 +1,148 @@
+"""A made-up run directory for tests of everything that reads one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from rl_contract import Contract, Profile, Settings
+from rl_parity import metrics
+from rl_parity.checks import Identity, compare_logprobs, judge
+from rl_parity.config import RolloutLayout, RunConfig, TrainLayout
+from rl_parity.rundir import RunDirectory, StepSamples, is_equal, summarize, write_json
+
+VERSION = "run-test:0:0123456789ab"
+
+
+def profile(leaves: int = 2) -> Profile:
+    settings = Settings(
+        hidden_size=128, vocab_size=77, norm_eps=1e-6, rope={"theta": 1e4, "rotary_dim": 32}, leaves=leaves
+    )
+    contract = Contract(
+        boundary="gemm.row",
+        dependency="all K of one row",
+        partition=f"{leaves} equal leaves",
+        merge="balanced tree, lower k on the left",
+        precision={"input": "bfloat16", "accumulator": "float32", "output": "bfloat16"},
+        rounding=("output, nearest even",),
+    )
+    return Profile(name="strict", settings=settings, contracts={"gemm.row": contract})
+
+
+def samples(seed: int = 0, *, count: int = 8, length: int = 6) -> StepSamples:
+    rng = np.random.default_rng(seed)
+    logp = -rng.exponential(2.0, count * length).astype(np.float32)
+    return StepSamples(
+        prompt_index=np.repeat(np.arange(count // 2, dtype=np.int32), 2),
+        sample_index=np.tile(np.arange(2, dtype=np.int32), count // 2),
+        prompt_length=np.full(count, 3, dtype=np.int32),
+        length=np.full(count, length, dtype=np.int32),
+        prompt_tokens=rng.integers(0, 77, count * 3).astype(np.int32),
+        tokens=rng.integers(0, 77, count * length).astype(np.int32),
+        rollout=logp,
+        train=logp.copy(),
+        forward=logp.copy(),
+        absent=np.zeros(count * length, dtype=bool),
+        reward=rng.integers(0, 2, count).astype(np.float32),
+    )
+
+
+def verdict_of(s: StepSamples, step: int = 0, **changes):
+    """``judge`` with everything in order, except what ``changes`` says."""
+    semantics = metrics.semantics(RunConfig())
+    given = {
+        "step": step,
+        "scored_tokens": s.tokens.astype(np.int64),
+        "versions": [[(VERSION, 0, int(n))] for n in s.length],
+        "expected_version": VERSION,
+        "rollout": Identity(semantics=semantics, profiles=[profile().fingerprint] * 2),
+        "train": Identity(semantics=semantics, profiles=[profile().fingerprint] * 4),
+        "profile": profile(),
+        **changes,
+    }
+    return judge(s, **given)
+
+
+def write_run(
+    root: Path, *, seed: int = 0, steps: int = 4, arms=("native", "strict"), status: str = "finished"
+) -> RunDirectory:
+    """Native differs in the last bits of every other token, strict is equal."""
+    run = RunDirectory(root)
+    config = RunConfig(
+        arm="both",
+        train=TrainLayout(tp=2, cp=2),
+        rollout=RolloutLayout(tp=2, engines=2),
+        steps=steps,
+        out=str(root),
+        seed=seed,
+    )
+    totals = {}
+    for arm in arms:
+        records = []
+        for step in range(steps):
+            s = samples(seed * 1000 + step)
+            if arm == "native":
+                s.rollout[::2] += np.float32(0.004)
+            s.save(run.samples_path(arm, step))
+            v = verdict_of(s, step)
+            v.metrics = metrics.step_metrics(s)
+            v.mean_abs_diff = v.metrics.pop("mean_abs_diff")
+            again, _ = compare_logprobs(s, s.train, s.forward, step, ("scoring", "training forward"))
+            record = {
+                "step": step,
+                "weight_version": VERSION,
+                "weight_digest": f"{seed:02d}{step:062x}",
+                **v.record(),
+                "forward_mismatch_count": again.mismatch_count,
+                "reward": 0.1 + 0.1 * step,
+                "loss": 0.3 - 0.05 * step,
+                "kl_reference": 0.001 * step,
+                "clip_fraction": 0.0,
+                "ratio_mean": 1.0,
+                "grad_norm": 1.5 - 0.1 * step,
+                "update_skipped": False,
+                "tokens": int(s.tokens.size),
+                "finished": 3,
+                "seconds": {"push": 0.4, "rollout": 3.1, "score": 1.2, "train": 2.4, "other": 0.02},
+            }
+            assert arm == "native" or is_equal(record)
+            run.append_step(arm, record)
+            records.append(record)
+        totals[arm] = summarize(records, 30.0)
+        launches = [
+            {
+                "boundary": "gemm.row",
+                "kernel": "rl_gemm.cpu.tree",
+                "plan": "-",
+                "layout": "tp2",
+                "phase": "eager",
+                "count": 40,
+            }
+        ]
+        ours = launches if arm == "strict" else []
+        write_json(
+            root / arm / "evidence.json",
+            {
+                "train": {f"trainer-{r}": ours for r in range(4)},
+                "rollout": {f"engine-{e}/worker-{w}": ours for e in range(2) for w in range(2)},
+                "reports": {},
+                "missing": [],
+            },
+        )
+    write_json(root / "summary.json", {"arms": totals, "status": status})
+    run.write_manifest(
+        {
+            "run_id": "run-test",
+            "status": status,
+            "reason": None if status == "finished" else "engine-0: the process ended with status 7",
+            "started": "2026-01-01T00:00:00+0000",
+            "command": ["rl-parity run --arm both"],
+            "config": json.loads(json.dumps(config.to_dict())),
+            "sampling": metrics.semantics(config),
+            "profile": profile().to_dict(),
+            "versions": {"vllm": "0.32.0", "megatron-core": "0.16.1"},
+            "hardware": {"processor": "a CPU", "cores": 2},
+            "notes": ["native arm: fused kernels of Transformer Engine need CUDA"],
+        }
+    )
+    return run
