@@ -138,7 +138,7 @@ def write_run(
             "started": "2026-01-01T00:00:00+0000",
             "command": ["rl-parity run --arm both"],
             "config": json.loads(json.dumps(config.to_dict())),
-            "sampling": metrics.semantics(config),
+            "sampling": metrics.semantics(config).to_dict(),
             "profile": profile().to_dict(),
             "versions": {"vllm": "0.32.0", "megatron-core": "0.16.1"},
             "hardware": {"processor": "a CPU", "cores": 2},

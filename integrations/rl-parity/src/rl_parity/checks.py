@@ -1,5 +1,7 @@
-"""The verdict of one step. Checks go in a fixed order, and numbers are compared only when everything before them agrees:
-token ids, weight version, log-prob semantics, contract, and then the bits."""
+"""The verdict of one step: token ids, weight version, log-prob semantics, contract, and then the bits, in this order.
+
+Numbers are compared only when everything before them agrees, so that kernels are never blamed for a wrong pairing.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +11,7 @@ import numpy as np
 import torch
 
 from rl_contract import Profile, Verdict, compare
+from rl_logprob import SamplingSemantics
 from rl_parity.rundir import StepSamples
 
 
@@ -17,11 +20,11 @@ class Identity:
     """What each side says about itself before its numbers mean anything.
 
     Attributes:
-        semantics: what a log-probability means on that side, as a dict.
+        semantics: what a log-probability means on that side.
         profiles: the contract fingerprint that each worker reported; empty where none holds a contract (native arm).
     """
 
-    semantics: Mapping[str, Any]
+    semantics: SamplingSemantics
     profiles: Sequence[str]
 
 
@@ -89,12 +92,9 @@ def _first_obstacle(
         return f"{v.token_id_mismatch_count} token ids differ between what was sampled and what was scored"
     if v.weight_version_mismatch_count:
         return f"{v.weight_version_mismatch_count} tokens were not made by weights {expected_version}"
-    different = sorted(
-        k for k in {*rollout.semantics, *train.semantics} if rollout.semantics.get(k) != train.semantics.get(k)
-    )
+    different = rollout.semantics.differences(train.semantics)
     if different:
-        pairs = ", ".join(f"{k}: {rollout.semantics.get(k)!r} against {train.semantics.get(k)!r}" for k in different)
-        return f"log-prob semantics differ, rollout against train: {pairs}"
+        return f"log-prob semantics differ, rollout against train: {', '.join(different)}"
     if profile is not None:
         for side, identity in (("rollout", rollout), ("train", train)):
             foreign = sorted({f for f in identity.profiles if f != profile.fingerprint})

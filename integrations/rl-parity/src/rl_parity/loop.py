@@ -248,12 +248,13 @@ class Arm:
     def _identities(self, fleet: Fleet) -> tuple[Identity, Identity]:
         engines = [report for reports in fleet.all(fleet.engines, "report") for report in reports]
         trainers = fleet.all(fleet.trainers, "report")
-        modes = {report["logprobs"]["mode"] for report in engines}
-        asked = metrics.semantics(self.config)
-        rollout = {**asked, "mode": modes.pop() if len(modes) == 1 else sorted(modes)}
+        raw = any(report["logprobs"]["mode"] != "processed_logprobs" for report in engines)
         return (
-            Identity(semantics=rollout, profiles=[str(r["profile"]) for r in engines]),
-            Identity(semantics=asked, profiles=[str(r["fingerprint"]) for r in trainers]),
+            Identity(
+                semantics=metrics.semantics(self.config, "raw" if raw else "processed"),
+                profiles=[str(r["profile"]) for r in engines],
+            ),
+            Identity(semantics=metrics.semantics(self.config), profiles=[str(r["fingerprint"]) for r in trainers]),
         )
 
     def _enter(

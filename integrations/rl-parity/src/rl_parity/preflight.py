@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from rl_contract import ContractError, MissingSupport, Profile, build_profile
-from rl_parity import checkpoint, data
+from rl_parity import checkpoint, data, metrics
 from rl_parity.config import ARMS, LAUNCHERS, RunConfig
 from rl_parity.models import TINY, hf_config
 from rl_parity.rundir import RunDirectory
@@ -104,20 +104,7 @@ def _options(c: RunConfig) -> Iterator[str]:
 
 
 def _sampling(c: RunConfig) -> Iterator[str]:
-    if not 0 < c.temperature < float("inf"):
-        yield f"--temperature {c.temperature}: must be positive; greedy decoding has no policy gradient"
-    if c.top_p != 1.0:
-        yield f"--top-p {c.top_p}: only 1.0 is supported; a cut support would need replaying on the trainer"
-    if c.top_k != 0:
-        yield f"--top-k {c.top_k}: only 0 (off) is supported; a cut support would need replaying on the trainer"
-    if c.min_p != 0.0:
-        yield f"--min-p {c.min_p}: only 0.0 (off) is supported; a cut support would need replaying on the trainer"
-    for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
-        if getattr(c, name) != neutral:
-            yield (
-                f"--{name.replace('_', '-')} {getattr(c, name)}: penalties change the sampled distribution and the "
-                f"trainer does not apply them; only {neutral} is supported"
-            )
+    yield from (f"sampling: {violation}" for violation in metrics.semantics(c).violations())
 
 
 def _packages(c: RunConfig) -> Iterator[str]:

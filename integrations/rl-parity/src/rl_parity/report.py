@@ -178,8 +178,8 @@ def _histogram(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     for arm in reversed(list(totals)):
         whole = sum(totals[arm]) or 1.0
         series.append(Series(arm, arm, [100 * v / whole for v in totals[arm]]))
-    exact = next((i for i, name in enumerate(labels) if name.startswith("exact") or name == "=1"), None)
-    return bars("Policy ratio: share of tokens by |train - rollout|", labels, series, highlight=exact, label="nats")
+    exact = labels.index("exactly 1") if "exactly 1" in labels else None
+    return bars("Policy ratio exp(train - rollout), share of tokens", labels, series, highlight=exact)
 
 
 def _topology(manifest: Mapping[str, Any]) -> str:

@@ -123,7 +123,7 @@ def _manifest(config: RunConfig, run_id: str, profile: Profile, command: Sequenc
         "command": list(command) or [shlex.join(sys.argv)],
         "config": config.to_dict(),
         "seeds": {"run": config.seed, "sampling": "sha256(run seed, step, prompt place, sample), first 31 bits"},
-        "sampling": metrics.semantics(config),
+        "sampling": metrics.semantics(config).to_dict(),
         "topology": {
             "train": {"tp": config.train.tp, "cp": config.train.cp, "ranks": config.train.world_size},
             "rollout": {
