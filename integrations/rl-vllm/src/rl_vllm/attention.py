@@ -1,0 +1,171 @@
+"""Paged attention of vLLM served by ``rl_attn``: boundary attention.
+
+vLLM gives one block per (block id, kv head) of ``[block_size, 2 * head_dim]``; keys are its first half and values its second, by name.
+The order of addition is that of the profile's attention contract; nothing here adds.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import rl_attn
+import torch
+from rl_contract import ContractError
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from rl_vllm.scope import active
+
+
+@dataclass
+class StrictAttentionMetadata:
+    """One batch: query_start_loc [R+1], seq_lens [R], block_table [R, blocks], slot_mapping [T]."""
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StrictAttentionMetadata:
+        m = common_attn_metadata
+        if m.causal is not True:
+            raise ContractError(f"attention with causal={m.causal!r} is not supported; supported: causal=True")
+        return StrictAttentionMetadata(
+            m.num_actual_tokens, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.slot_mapping
+        )
+
+
+class StrictAttentionBackend(AttentionBackend):
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["StrictAttentionImpl"]:
+        return StrictAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[StrictMetadataBuilder]:
+        return StrictMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+class StrictAttentionImpl(AttentionImpl):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        asked = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            **{k: v for k, v in extra.items() if v},
+        }
+        problems = [f"{k}={v!r}" for k, v in asked.items() if v is not None]
+        if attn_type != AttentionType.DECODER:
+            problems.append(f"attn_type={attn_type!r}")
+        if kv_cache_dtype not in StrictAttentionBackend.supported_kv_cache_dtypes:
+            problems.append(f"kv_cache_dtype={kv_cache_dtype!r}")
+        if problems:
+            raise ContractError(
+                f"strict attention does not support {', '.join(problems)}; "
+                "supported: causal decoder attention over the whole prefix with an unquantised cache"
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.strict = active()
+
+    def _cache(self, kv_cache: torch.Tensor) -> "rl_attn.PagedKV":
+        if kv_cache.dim() != 4 or kv_cache.shape[1] != self.num_kv_heads or kv_cache.shape[3] != 2 * self.head_size:
+            raise ContractError(
+                f"kv cache has shape {tuple(kv_cache.shape)}; strict attention reads "
+                f"[num_blocks, {self.num_kv_heads}, block_size, {2 * self.head_size}]"
+            )
+        return rl_attn.PagedKV(kv_cache[..., : self.head_size], kv_cache[..., self.head_size :])
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        T = slot_mapping.shape[0]
+        rl_attn.write_paged(self._cache(kv_cache), key[:T], value[:T], slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: StrictAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise ContractError("strict attention has no quantised output; switch output quantisation off")
+        # vLLM profiles memory without metadata
+        if attn_metadata is None:
+            return output
+        T = attn_metadata.num_actual_tokens
+        settings = self.strict.profile.settings
+        out = rl_attn.attention_paged(
+            query[:T],
+            self._cache(kv_cache),
+            query_start_loc=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            block_table=attn_metadata.block_table,
+            scale=self.scale,
+            key_tile=settings.key_tile,
+            segment=settings.segment,
+        )
+        output[:T].copy_(out)
+        return output

@@ -1,0 +1,62 @@
+"""Entry point ``vllm.general_plugins``: loaded in every vLLM process, strict or not.
+
+It adds three names (a quantisation config, a weight-transfer backend, the interpretation of ``rl_strict`` in the engine's arguments)
+and replaces no operator: that happens inside a strict worker while it builds its model, see ``scope``.
+"""
+
+import functools
+from typing import Any
+
+from rl_contract import MissingSupport
+
+TRANSFER_BACKEND = "vime_sync"
+
+
+def register() -> None:
+    """Idempotent.
+
+    Raises:
+        MissingSupport: this vLLM lacks a hook that strict mode needs; its name is in the message.
+    """
+    from rl_vllm import config
+    from rl_vllm.preflight import missing_hooks
+
+    if missing := missing_hooks():
+        raise MissingSupport("this vLLM lacks what rl-vllm needs: " + "; ".join(missing))
+    config.register()
+    _register_transfer()
+    _wrap_engine_args()
+
+
+def _register_transfer() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "rl_vllm.transfer", "VimeSyncTransferEngine")
+
+
+def _wrap_engine_args() -> None:
+    # vLLM offers no hook between its arguments and its configuration; this is the one function that is wrapped
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_engine_config
+    if getattr(stock, "_rl_vllm", False):
+        return
+
+    @functools.wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from rl_vllm.arguments import apply_strict
+        from rl_vllm.config import carried
+        from rl_vllm.preflight import check_engine
+
+        profile = carried(self.hf_overrides)
+        if profile is None:
+            return stock(self, *args, **kwargs)
+        apply_strict(self)
+        vllm_config = stock(self, *args, **kwargs)
+        model_config = vllm_config.model_config
+        check_engine(profile, model_config.hf_config, self.tensor_parallel_size, vllm_config=vllm_config)
+        return vllm_config
+
+    create_engine_config._rl_vllm = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]

@@ -1,0 +1,124 @@
+"""What a sampled token and its log-probability mean in strict mode.
+
+A token is a function of (logits row, temperature, request seed, index of the token in the output), never of the batch. Its
+log-probability is that of the temperature-scaled distribution over the whole vocabulary, by the profile's logprob contract.
+"""
+
+from typing import Any
+
+import rl_logprob
+import torch
+from rl_contract import ContractError, Profile
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
+
+# attribute -> values that leave the distribution alone
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "min_tokens": (0,),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
+    "logits_processors": (None, []),
+}
+
+
+def refusals(params: SamplingParams) -> list[str]:
+    """Why strict mode refuses a request; empty where it serves it."""
+    found = [
+        f"{name}={getattr(params, name)!r} (supported: {neutral[0]!r})"
+        for name, neutral in _NEUTRAL.items()
+        if hasattr(params, name) and getattr(params, name) not in neutral
+    ]
+    if params.temperature >= _SAMPLING_EPS and params.seed is None:
+        found.append("seed=None (a token is a function of logits, seed and position: give every request a seed)")
+    if params.prompt_logprobs is not None and params.temperature >= _SAMPLING_EPS and params.temperature != 1.0:
+        found.append(
+            f"prompt_logprobs with temperature={params.temperature!r} "
+            "(vLLM never scales prompt log-probabilities: rescore with temperature 0 or 1)"
+        )
+    return found
+
+
+class StrictSampling(LogitsProcessor):
+    """Checks each request at admission. Changes no logits; its presence makes vLLM keep the output tokens that give positions."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if found := refusals(sampling_params):
+            raise VLLMValidationError(
+                "strict mode compares log-probabilities of the full softmax and refuses: " + "; ".join(found)
+            )
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        pass
+
+
+class StrictSampler(Sampler):
+    """vLLM's sampler with the strict log-probability and a draw that depends on seed and position alone."""
+
+    def __init__(self, profile: Profile, logprobs_mode: Any) -> None:
+        super().__init__(logprobs_mode)
+        self.vocab_size = profile.settings.vocab_size
+        self.vocab_tile = profile.settings.vocab_tile
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """logits [T, >=V] fp32 -> [T, V] fp32; prompt tokens and greedy rows come here at temperature 1."""
+        if logits.dtype != torch.float32:
+            raise ContractError(f"logits are {logits.dtype}; the strict head keeps its fp32 accumulators")
+        return rl_logprob.full_logprob(logits, vocab_size=self.vocab_size, vocab_tile=self.vocab_tile)
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        m = sampling_metadata
+        greedy = None if m.all_random else self.greedy_sample(logits)
+        if m.all_greedy:
+            chosen = greedy
+        else:
+            assert m.temperature is not None
+            logits = self.apply_temperature(logits, m.temperature, m.all_random)
+            drawn = rl_logprob.gumbel_sample(
+                logits, *self._streams(m, logits.shape[0]), vocab_size=self.vocab_size
+            )
+            chosen = drawn if greedy is None else torch.where(m.temperature < _SAMPLING_EPS, greedy, drawn)
+        assert chosen is not None
+        wanted = m.max_num_logprobs is not None or m.logprob_token_ids
+        return chosen, self.compute_logprobs(logits) if wanted else None
+
+    def _streams(self, m: SamplingMetadata, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # a greedy row has no generator; what is drawn for it is thrown away
+        seeds = [m.generators[i].initial_seed() if i in m.generators else 0 for i in range(rows)]
+        # vLLM's profiling run has no output tokens
+        positions = [len(m.output_token_ids[i]) if i < len(m.output_token_ids) else 0 for i in range(rows)]
+        return torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64)
+
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        top, top_ids = torch.topk(logprobs, num_logprobs, dim=-1)
+        token_ids = token_ids.unsqueeze(-1)
+        own = logprobs.gather(-1, token_ids)
+        ranks = (logprobs >= own).sum(-1)
+        return LogprobsTensors(
+            torch.cat((token_ids, top_ids), dim=1).to(torch.int32), torch.cat((own, top), dim=1), ranks
+        )

@@ -1,0 +1,89 @@
+"""From a Hugging Face checkpoint's configuration to the settings of a profile."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_contract import ContractError, Settings
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+ROPE_TYPES = ("default", "llama3")
+
+
+def hf_config_dict(source: Any) -> dict[str, Any]:
+    """The configuration as a plain dict.
+
+    Args:
+        source: a checkpoint folder, a mapping, or a transformers configuration.
+
+    Raises:
+        ContractError: the folder holds no readable config.json.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if hasattr(source, "to_dict"):
+        return dict(source.to_dict())
+    file = Path(source) / "config.json"
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise ContractError(f"{file}: {error}; give a Hugging Face checkpoint folder with a readable config.json") from error
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``theta``, ``rotary_dim`` and, where the model scales its positions, the keys of that rule.
+
+    Raises:
+        ContractError: a rule that no strict table implements.
+    """
+    # transformers 5 keeps theta and the rule in one dict, older files have rope_theta and rope_scaling
+    rule = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = rule.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind = rule.pop("rope_type", None) or rule.pop("type", None) or "default"
+    rule.pop("type", None)
+    partial = float(rule.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0)
+    if kind not in ROPE_TYPES:
+        raise ContractError(f"rope type {kind!r} is not supported; supported: {ROPE_TYPES}")
+    rope: dict[str, Any] = {"theta": float(theta), "rotary_dim": int(head_dim(config) * partial)}
+    if kind != "default":
+        rope |= {"rope_type": kind, **{k: v for k, v in sorted(rule.items()) if v is not None}}
+    return rope
+
+
+def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The scaling rule inside ``Settings.rope``, or None."""
+    return {k: v for k, v in rope.items() if k not in ("theta", "rotary_dim")} or None
+
+
+def settings_from_hf(source: Any, *, leaves: int, dtype: str | None = None, **overrides: Any) -> Settings:
+    """Settings of a Qwen3 or Llama checkpoint.
+
+    Args:
+        source: checkpoint folder, mapping or transformers configuration.
+        leaves: G of the row-parallel trees, at least the larger TP size of the two engines.
+        dtype: ``bfloat16`` or ``float32``; default is the checkpoint's.
+        overrides: any other field of ``Settings``.
+
+    Raises:
+        ContractError: an unsupported architecture, rope rule or value.
+    """
+    config = hf_config_dict(source)
+    architecture = (config.get("architectures") or ["?"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ContractError(f"architecture {architecture!r} is not supported; supported: {ARCHITECTURES}")
+    own = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    values: dict[str, Any] = {
+        "arch": "cpu",
+        "dtype": dtype or str(own).removeprefix("torch."),
+        "hidden_size": int(config["hidden_size"]),
+        "vocab_size": int(config["vocab_size"]),
+        "norm_eps": float(config["rms_norm_eps"]),
+        "rope": rope_settings(config),
+        "leaves": leaves,
+    }
+    return Settings(**{**values, **overrides})

@@ -1,0 +1,102 @@
+"""Weight-transfer backend ``vime_sync``: every worker reads the pushed directory and writes into its live parameters."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import vime_sync
+from rl_contract import ContractError
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rl_vllm.config import profile_of
+from rl_vllm.settings import hf_config_dict
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to set up: the path of a push travels with it."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """A directory written by ``vime_sync.write_weights``, readable by every worker."""
+
+    path: str
+    version: str = ""
+
+
+class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Strict engines: checked whole, then copied byte for byte. Audited engines: vLLM's own reload, which packs."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = hf_config_dict(self.model_config.hf_config)
+        config.pop("quantization_config", None)
+        self.shape = vime_sync.ModelShape.from_hf_config(config)
+        self.tp = self.parallel_config.tensor_parallel_size
+        self.tp_rank = self.parallel_config.rank % self.tp
+        self.received: dict[str, str] = {}
+        self._loaded = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        self._loaded = False
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises ContractError, before a byte is written, for a missing, unknown, mis-shaped, mistyped or nonfinite tensor."""
+        tensors = dict(vime_sync.read_weights(Path(update_info.path)))
+        vime_sync.layout.check_hf(tensors, self.shape)
+        self._check_values(tensors)
+        shards = vime_sync.vllm_shards(tensors, self.shape, self.tp_rank, self.tp)
+        if profile_of(self.vllm_config) is not None:
+            self._copy(shards)
+        else:
+            self._reload(tensors)
+            shards = vime_sync.vllm_shards(tensors, self.shape, self.tp_rank, self.tp)
+            self.received = dict(vime_sync.tensor_digests(shards))
+        self._loaded = True
+
+    def finish_weight_update(self) -> None:
+        if not self._loaded:
+            raise ContractError("the update brought no weights; transfer them before finishing")
+
+    def shutdown(self) -> None:
+        pass
+
+    def _check_values(self, tensors: dict[str, torch.Tensor]) -> None:
+        problems = []
+        for name, tensor in tensors.items():
+            if tensor.dtype != self.model_config.dtype:
+                problems.append(f"{name} is {tensor.dtype}, the engine computes in {self.model_config.dtype}")
+            elif not bool(torch.isfinite(tensor).all()):
+                problems.append(f"{name} holds NaN or infinity")
+        if problems:
+            raise ContractError("pushed weights: " + "; ".join(problems))
+
+    def _copy(self, shards: Any) -> None:
+        parameters = dict(self.model.named_parameters())
+        live = dict(vime_sync.from_vllm(parameters, self.shape, self.tp_rank, self.tp))
+        with torch.no_grad():
+            for name, shard in shards:
+                live[name].copy_(shard)
+
+    def _reload(self, tensors: dict[str, torch.Tensor]) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(self.model, self.model_config)
