@@ -119,13 +119,10 @@ class StrictAttentionImpl(AttentionImpl):
         self.kv_cache_dtype = kv_cache_dtype
         self.strict = active()
 
-    def _cache(self, kv_cache: torch.Tensor) -> "rl_attn.PagedKV":
-        if kv_cache.dim() != 4 or kv_cache.shape[1] != self.num_kv_heads or kv_cache.shape[3] != 2 * self.head_size:
-            raise ContractError(
-                f"kv cache has shape {tuple(kv_cache.shape)}; strict attention reads "
-                f"[num_blocks, {self.num_kv_heads}, block_size, {2 * self.head_size}]"
-            )
-        return rl_attn.PagedKV(kv_cache[..., : self.head_size], kv_cache[..., self.head_size :])
+    def _cache(self, kv_cache: torch.Tensor) -> rl_attn.PagedKV:
+        return rl_attn.PagedKV.from_layout(
+            "vllm_cpu", kv_cache, num_kv_heads=self.num_kv_heads, head_dim=self.head_size
+        )
 
     def do_kv_cache_update(
         self,

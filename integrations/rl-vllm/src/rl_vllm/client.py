@@ -118,8 +118,11 @@ class VllmEngineClient:
     def begin(self, session: str) -> None:
         self.llm.collective_rpc("rl_begin", args=(session,))
 
+    def cancel(self, session: str) -> None:
+        self.llm.collective_rpc("rl_cancel", args=(session,))
+
     def transfer(self, path: Path, version: str) -> None:
-        self.llm.update_weights({"update_info": {"path": str(path), "version": version}})
+        self.llm.collective_rpc("rl_transfer", args=(str(path), version))
 
     def shard_digests(self) -> dict[tuple[int, str], str]:
         per_worker = self.llm.collective_rpc("rl_shard_digests")

@@ -1,5 +1,6 @@
 """Weight-transfer backend ``vime_sync``: every worker reads the pushed directory and writes into its live parameters."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,16 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises ContractError, before a byte is written, for a missing, unknown, mis-shaped, mistyped or nonfinite tensor."""
-        tensors = dict(vime_sync.read_weights(Path(update_info.path)))
-        vime_sync.layout.check_hf(tensors, self.shape)
-        self._check_values(tensors)
-        shards = vime_sync.vllm_shards(tensors, self.shape, self.tp_rank, self.tp)
-        if profile_of(self.vllm_config) is not None:
-            self._copy(shards)
-        else:
-            self._reload(tensors)
-            shards = vime_sync.vllm_shards(tensors, self.shape, self.tp_rank, self.tp)
-            self.received = dict(vime_sync.tensor_digests(shards))
+        expected = vime_sync.PolicyVersion.parse(update_info.version) if update_info.version else None
+        with vime_sync.read_weights(Path(update_info.path), expected) as weights:
+            vime_sync.layout.check_hf(weights, self.shape)
+            self._check_types(weights)
+            if profile_of(self.vllm_config) is not None:
+                self._copy(vime_sync.vllm_shards(weights, self.shape, self.tp_rank, self.tp))
+            else:
+                self._reload(weights)
+                shards = vime_sync.vllm_shards(weights, self.shape, self.tp_rank, self.tp)
+                self.received = dict(vime_sync.tensor_digests(shards))
         self._loaded = True
 
     def finish_weight_update(self) -> None:
@@ -77,15 +78,13 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         pass
 
-    def _check_values(self, tensors: dict[str, torch.Tensor]) -> None:
-        problems = []
-        for name, tensor in tensors.items():
-            if tensor.dtype != self.model_config.dtype:
-                problems.append(f"{name} is {tensor.dtype}, the engine computes in {self.model_config.dtype}")
-            elif not bool(torch.isfinite(tensor).all()):
-                problems.append(f"{name} holds NaN or infinity")
-        if problems:
-            raise ContractError("pushed weights: " + "; ".join(problems))
+    def _check_types(self, weights: vime_sync.Weights) -> None:
+        want = str(self.model_config.dtype).removeprefix("torch.")
+        wrong = [f"{entry.name} is {entry.dtype}" for entry in weights.manifest.entries if entry.dtype != want]
+        if wrong:
+            raise ContractError(
+                f"pushed weights: {'; '.join(wrong)}; the engine computes in {want}, push that type: nothing is cast here"
+            )
 
     def _copy(self, shards: Any) -> None:
         parameters = dict(self.model.named_parameters())
@@ -94,7 +93,7 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for name, shard in shards:
                 live[name].copy_(shard)
 
-    def _reload(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)

@@ -75,13 +75,32 @@ class ReportingCPUWorker(CPUWorker):
         self._rl_forwards = 0
 
     def rl_begin(self, session: str) -> None:
-        """Open a weight update. Raises when another one is open."""
+        """Claim the engine for one weight update. Raises, changing nothing, when another session holds it."""
         if self._rl_session is not None:
             raise ContractError(
                 f"a weight update is open for session {self._rl_session!r}, asked was {session!r}; finish or poison the first one"
             )
-        self.start_weight_update()
         self._rl_session = session
+
+    def rl_cancel(self, session: str) -> None:
+        """Give up a claim under which nothing was transferred."""
+        if self._rl_session != session or self._weight_update_active:
+            raise ContractError(
+                f"session {session!r} can't be cancelled: open is {self._rl_session!r}, "
+                f"weights {'have' if self._weight_update_active else 'have not'} been transferred"
+            )
+        self._rl_session = None
+
+    def rl_transfer(self, path: str, version: str) -> None:
+        """Load a pushed directory into the live parameters; a failure poisons this worker."""
+        if self._rl_session is None:
+            raise ContractError("no weight update is open; begin one before transferring")
+        try:
+            self.start_weight_update()
+            self.update_weights({"path": path, "version": version})
+        except BaseException as error:
+            self.rl_poison(f"transfer of {version or path} failed: {error}")
+            raise
 
     def rl_finish(self) -> None:
         """Close the update; an engine healed by a whole update serves again."""
