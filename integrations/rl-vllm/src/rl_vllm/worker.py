@@ -57,7 +57,7 @@ class ReportingCPUWorker(CPUWorker):
             "tp": self.parallel_config.tensor_parallel_size,
             "pid": os.getpid(),
             "vllm": _vllm_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "profile": None if profile is None else profile.fingerprint,
             "contracts": {} if profile is None else {k: c.fingerprint for k, c in profile.contracts.items()},
             "layers": self.rl_shape().layers,
