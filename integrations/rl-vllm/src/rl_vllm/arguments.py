@@ -129,7 +129,9 @@ def cpu_environment(tensor_parallel_size: int = 1, *, kv_cache_gib: int = 1) -> 
         ContractError: VLLM_BATCH_INVARIANT is on.
     """
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        raise ContractError("VLLM_BATCH_INVARIANT=1 does not work in vLLM's CPU build; unset it, strict mode replaces it")
+        raise ContractError(
+            "VLLM_BATCH_INVARIANT=1 does not work in vLLM's CPU build; unset it, strict mode replaces it"
+        )
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     wanted = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
     if tensor_parallel_size > 1:

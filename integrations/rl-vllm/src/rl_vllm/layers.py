@@ -149,13 +149,17 @@ class _StrictRotary:
 
 
 class StrictRotaryEmbedding(_StrictRotary, RotaryEmbedding):
-    def __init__(self, head_size: int, rotary_dim: int, max_position_embeddings: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(head_size, rotary_dim, max_position_embeddings, *args, **kwargs)
         self._use_profile(head_size, max_position_embeddings)
 
 
 class StrictLlama3RotaryEmbedding(_StrictRotary, Llama3RotaryEmbedding):
-    def __init__(self, head_size: int, rotary_dim: int, max_position_embeddings: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(head_size, rotary_dim, max_position_embeddings, *args, **kwargs)
         self._use_profile(head_size, max_position_embeddings)
 

@@ -114,7 +114,9 @@ def _engine(profile: Profile, vllm_config: Any) -> list[str]:
     if not current_platform.is_cpu():
         found.append(f"device {current_platform.device_type}: supported is vLLM's CPU build")
     if profile.settings.arch != current_platform.device_type:
-        found.append(f"the profile is for arch {profile.settings.arch!r}, the engine runs on {current_platform.device_type!r}")
+        found.append(
+            f"the profile is for arch {profile.settings.arch!r}, the engine runs on {current_platform.device_type!r}"
+        )
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype != profile.settings.dtype:
         found.append(f"dtype={dtype}, the profile has {profile.settings.dtype}: pass dtype={profile.settings.dtype!r}")

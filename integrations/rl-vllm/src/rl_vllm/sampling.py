@@ -1,7 +1,8 @@
 """What a sampled token and its log-probability mean in strict mode.
 
-A token is a function of (logits row, temperature, request seed, index of the token in the output), never of the batch. Its
-log-probability is that of the temperature-scaled distribution over the whole vocabulary, by the profile's logprob contract.
+A token is a function of (logits row, temperature, request seed, absolute position), never of the batch; hence a rollout that is
+aborted and continued from its tokens goes on as if it had never stopped. Its log-probability is that of the temperature-scaled distribution over the
+whole vocabulary, by the profile's logprob contract.
 """
 
 from typing import Any
@@ -77,10 +78,11 @@ class StrictSampling(LogitsProcessor):
 class StrictSampler(Sampler):
     """vLLM's sampler with the strict log-probability and a draw that depends on seed and position alone."""
 
-    def __init__(self, profile: Profile, logprobs_mode: Any) -> None:
-        super().__init__(logprobs_mode)
+    def __init__(self, profile: Profile, runner: Any) -> None:
+        super().__init__(runner.model_config.logprobs_mode)
         self.vocab_size = profile.settings.vocab_size
         self.vocab_tile = profile.settings.vocab_tile
+        self.runner = runner
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """logits [T, >=V] fp32 -> [T, V] fp32; prompt tokens and greedy rows come here at temperature 1."""
@@ -92,26 +94,29 @@ class StrictSampler(Sampler):
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         m = sampling_metadata
-        greedy = None if m.all_random else self.greedy_sample(logits)
-        if m.all_greedy:
-            chosen = greedy
-        else:
+        greedy = None if m.all_random else rl_logprob.greedy_sample(logits, vocab_size=self.vocab_size)
+        chosen = greedy
+        if not m.all_greedy:
             assert m.temperature is not None
             logits = self.apply_temperature(logits, m.temperature, m.all_random)
-            drawn = rl_logprob.gumbel_sample(
-                logits, *self._streams(m, logits.shape[0]), vocab_size=self.vocab_size
-            )
+            seeds, positions = self._streams(m, logits.shape[0])
+            drawn = rl_logprob.gumbel_sample(logits, seeds, positions, vocab_size=self.vocab_size)
             chosen = drawn if greedy is None else torch.where(m.temperature < _SAMPLING_EPS, greedy, drawn)
         assert chosen is not None
         wanted = m.max_num_logprobs is not None or m.logprob_token_ids
         return chosen, self.compute_logprobs(logits) if wanted else None
 
     def _streams(self, m: SamplingMetadata, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """seeds and positions, int64 [rows]."""
         # a greedy row has no generator; what is drawn for it is thrown away
         seeds = [m.generators[i].initial_seed() if i in m.generators else 0 for i in range(rows)]
+        # torch reports a seed as an unsigned number
+        seeds = [s - (1 << 64) if s >= 1 << 63 else s for s in seeds]
         # vLLM's profiling run has no output tokens
-        positions = [len(m.output_token_ids[i]) if i < len(m.output_token_ids) else 0 for i in range(rows)]
-        return torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64)
+        done = [len(m.output_token_ids[i]) if i < len(m.output_token_ids) else 0 for i in range(rows)]
+        prompts = self.runner.input_batch.num_prompt_tokens[:rows]
+        positions = torch.as_tensor(prompts, dtype=torch.int64) + torch.tensor(done, dtype=torch.int64)
+        return torch.tensor(seeds, dtype=torch.int64), positions
 
     @staticmethod
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:

@@ -28,7 +28,9 @@ def hf_config_dict(source: Any) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text()))
     except (OSError, ValueError) as error:
-        raise ContractError(f"{file}: {error}; give a Hugging Face checkpoint folder with a readable config.json") from error
+        raise ContractError(
+            f"{file}: {error}; give a Hugging Face checkpoint folder with a readable config.json"
+        ) from error
 
 
 def head_dim(config: Mapping[str, Any]) -> int:

@@ -171,7 +171,7 @@ class StrictCPUWorker(ReportingCPUWorker):
         with building(self.strict):
             super().load_model(**kwargs)
         self._check_loaded()
-        self.model_runner.sampler = StrictSampler(profile, self.model_config.logprobs_mode)
+        self.model_runner.sampler = StrictSampler(profile, self.model_runner)
 
     def _check_loaded(self) -> None:
         model = self.model_runner.get_model()
