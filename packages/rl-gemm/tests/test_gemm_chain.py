@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import rl_gemm
 from rl_contract import launches, reset_launches
+from rl_contract.threads import for_ranges
 from rl_gemm import ops, reference
 
 TYPES = (torch.bfloat16, torch.float32)
@@ -158,14 +159,24 @@ def test_cancelling_sums_follow_the_chain():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_threads_never_show_in_the_bits(threads):
+def test_threads_never_show_in_the_bits(threads, monkeypatch):
     before = torch.get_num_threads()
-    x, weight = torch.randn(300, 256), torch.randn(1000, 256)
-    want = accumulators(x, weight)
+    x, weight, dy = torch.randn(300, 256), torch.randn(1000, 256), torch.randn(300, 1000)
+    calls = (
+        lambda: accumulators(x, weight),
+        lambda: ops.grad_weight(dy, x),
+        lambda: ops.grad_input(dy, weight, 8),
+    )
+    want = [call() for call in calls]
+    shared = []
+    monkeypatch.setattr(
+        ops, "for_ranges", lambda body, count, work: (shared.append(work), for_ranges(body, count, work))
+    )
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(accumulators(x, weight), want)
-        assert torch.equal(ops.grad_weight(x, x), ops.grad_weight(x, x))
+        for call, w in zip(calls, want):
+            assert torch.equal(call(), w)
+        assert min(shared) > 2e6
     finally:
         torch.set_num_threads(before)
 
