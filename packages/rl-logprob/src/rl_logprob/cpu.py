@@ -5,9 +5,9 @@ joined left in id order in fp64. Rounded: logit / temperature to fp32, every fp6
 A row that holds a NaN or +inf, or no finite logit at all, has a NaN state.
 """
 
-import numba as nb
 import numpy as np
 
+from rl_contract.jit import kernel
 from rl_contract.primitives import LOG2E, exp2_f64, log_f64
 from rl_logprob.contract import FIXED_POINT_BITS
 
@@ -19,7 +19,7 @@ _INF_KEY = 0x7F800000
 _NEG_INF_KEY = -0x7F800001
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def tile_stats(logits, temperature, first_id, vocab_size, tile, with_entropy, m, s, u, first, last):
     """logits fp32 [T, C] hold ids from ``first_id``; writes m fp32 [T, k], s int64 [T, k] and u int64 [T, k or 0].
 
@@ -80,7 +80,7 @@ def tile_stats(logits, temperature, first_id, vocab_size, tile, with_entropy, m,
             s[t, k] = total
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def merge(m, s, u, with_entropy, state, first, last):
     """Tiles [T, k] in id order -> state fp64 [T, 3]: maximum M, log of the sum of exp(x - M), entropy or NaN."""
     for t in range(first, last):
@@ -113,14 +113,14 @@ def merge(m, s, u, with_entropy, state, first, last):
         state[t, 2] = log_total + weighted / total if with_entropy else np.nan
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def selected(x, state, out, first, last):
     """x fp32 [T], already divided by the temperature -> logp fp32 [T]."""
     for t in range(first, last):
         out[t] = np.float32((np.float64(x[t]) - state[t, 0]) - state[t, 1])
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def full(logits, temperature, state, out, first, last):
     """logits fp32 [T, >=V] -> logp fp32 [T, V]."""
     for t in range(first, last):
@@ -129,7 +129,7 @@ def full(logits, temperature, state, out, first, last):
             out[t, i] = np.float32((np.float64(x) - state[t, 0]) - state[t, 1])
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def grad_logits(
     logits, temperature, state, targets, dlogp, dentropy, with_entropy, first_id, vocab_size, out, first, last
 ):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import Launch, record_launch
+from rl_contract.arrays import as_array
 from rl_contract.threads import for_ranges
 from rl_logprob import cpu
 
@@ -15,10 +16,6 @@ def _record(kernel: str) -> None:
     record_launch(Launch("logprob", f"rl_logprob.cpu.{kernel}"))
 
 
-def _array(x: Tensor):  # type: ignore[no-untyped-def]
-    return x.detach().contiguous().numpy()
-
-
 @torch.library.custom_op("rl_logprob::tile_stats", mutates_args=(), device_types="cpu")
 def tile_stats(
     logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool
@@ -28,7 +25,7 @@ def tile_stats(
     m = torch.empty(rows, tiles, dtype=torch.float32)
     s = torch.empty(rows, tiles, dtype=torch.int64)
     u = torch.empty(rows, tiles if entropy else 0, dtype=torch.int64)
-    head = (_array(logits), _array(temperature), first_id, vocab_size, vocab_tile, entropy)
+    head = (as_array(logits), as_array(temperature), first_id, vocab_size, vocab_tile, entropy)
     tail = (m.numpy(), s.numpy(), u.numpy())
     for_ranges(lambda a, b: cpu.tile_stats(*head, *tail, a, b), rows, _WORK * logits.numel())
     _record("tile_stats")
@@ -48,7 +45,7 @@ def _(
 def merge_tiles(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
     """Tiles in id order -> state fp64 [T, 3]: maximum, log of the sum, entropy."""
     state = torch.empty(len(m), 3, dtype=torch.float64)
-    args = (_array(m), _array(s), _array(u), u.shape[1] > 0, state.numpy())
+    args = (as_array(m), as_array(s), as_array(u), u.shape[1] > 0, state.numpy())
     for_ranges(lambda a, b: cpu.merge(*args, a, b), len(m), _WORK * m.numel())
     _record("merge_tiles")
     return state
@@ -63,7 +60,7 @@ def _(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
 def selected(x: Tensor, state: Tensor) -> Tensor:
     """x fp32 [T], divided by the temperature -> logp fp32 [T]."""
     out = torch.empty(len(x), dtype=torch.float32)
-    cpu.selected(_array(x), _array(state), out.numpy(), 0, len(x))
+    cpu.selected(as_array(x), as_array(state), out.numpy(), 0, len(x))
     _record("selected")
     return out
 
@@ -77,7 +74,7 @@ def _(x: Tensor, state: Tensor) -> Tensor:
 def full(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) -> Tensor:
     """logits fp32 [T, >=vocab_size] -> logp fp32 [T, vocab_size]."""
     out = torch.empty(len(logits), vocab_size, dtype=torch.float32)
-    args = (_array(logits), _array(temperature), _array(state), out.numpy())
+    args = (as_array(logits), as_array(temperature), as_array(state), out.numpy())
     for_ranges(lambda a, b: cpu.full(*args, a, b), len(logits), 4.0 * out.numel())
     _record("full")
     return out
@@ -101,8 +98,8 @@ def grad_logits(
 ) -> Tensor:
     """Gradient by the logits of ids from ``first_id``, fp32 [T, C]; ``dentropy`` is empty where there is none."""
     out = torch.empty(logits.shape, dtype=torch.float32)
-    head = (_array(logits), _array(temperature), _array(state), _array(targets), _array(dlogp))
-    tail = (_array(dentropy), len(dentropy) > 0, first_id, vocab_size, out.numpy())
+    head = (as_array(logits), as_array(temperature), as_array(state), as_array(targets), as_array(dlogp))
+    tail = (as_array(dentropy), len(dentropy) > 0, first_id, vocab_size, out.numpy())
     for_ranges(lambda a, b: cpu.grad_logits(*head, *tail, a, b), len(logits), _WORK * out.numel())
     _record("grad_logits")
     return out

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError, Launch, record_launch
+from rl_contract.arrays import as_array
+from rl_contract.jit import kernel
 from rl_contract.primitives import log_f64
 from rl_contract.threads import for_ranges
 from rl_logprob.checks import check_logits, check_vocab, row_temperature
@@ -48,7 +50,7 @@ def _noise_bound(r: int) -> float:
     return np.float64(52 - exponent) * _LN2 + 1e-6
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _gumbel(logits, seeds, positions, temperature, vocab_size, greedy, out, first, last):
     for t in range(first, last):
         key = _mix(_mix(np.uint64(seeds[t]) + _GOLDEN) + (np.uint64(positions[t]) + _ONE) * _GOLDEN)
@@ -79,8 +81,7 @@ def _sample_op(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool
 ) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int64)
-    args = (logits, seeds, positions, temperature)
-    head = tuple(a.detach().contiguous().numpy() for a in args)
+    head = tuple(as_array(a) for a in (logits, seeds, positions, temperature))
     work = 10.0 * len(logits) * vocab_size
     for_ranges(lambda a, b: _gumbel(*head, vocab_size, greedy, out.numpy(), a, b), len(logits), work)
     record_launch(Launch("logprob", "rl_logprob.cpu.gumbel_sample", "greedy" if greedy else "gumbel"))
