@@ -51,13 +51,13 @@ def exp2_f64(x: float) -> float:
 
 
 @nb.njit(inline="always")
-def exp2_f32(x: float) -> float:
+def exp2_f32(x: float) -> np.float32:
     """2**x rounded to fp32; 0 for -inf, inf at 128 and above."""
     return np.float32(exp2_f64(np.float64(x)))
 
 
 @nb.njit(inline="always")
-def exp_f32(x: float) -> float:
+def exp_f32(x: float) -> np.float32:
     """e**x rounded to fp32."""
     return np.float32(exp2_f64(np.float64(x) * LOG2E))
 
@@ -94,25 +94,25 @@ def log_f64(x: float) -> float:
 
 
 @nb.njit(inline="always")
-def log_f32(x: float) -> float:
+def log_f32(x: float) -> np.float32:
     """ln(x) rounded to fp32; every fp32 denormal is normal in fp64."""
     return np.float32(log_f64(np.float64(x)))
 
 
 @nb.njit(inline="always")
-def rsqrt_f32(x: float) -> float:
+def rsqrt_f32(x: float) -> np.float32:
     """1/sqrt(x) through fp64, rounded once to fp32."""
     return np.float32(1.0 / np.sqrt(np.float64(x)))
 
 
 @nb.njit(inline="always")
-def bf16_to_f32(u: int) -> float:
+def bf16_to_f32(u: int) -> np.float32:
     """The fp32 value of a bf16 bit pattern held in a uint16."""
     return np.uint32(np.uint32(u) << np.uint32(16)).view(np.float32)
 
 
 @nb.njit(inline="always")
-def f32_to_bf16(x: float) -> int:
+def f32_to_bf16(x: float) -> np.uint16:
     """The bf16 bit pattern nearest to ``x``, ties to even, as uint16; every NaN becomes the quiet NaN 0x7fc0."""
     b = np.float32(x).view(np.uint32)
     rounded = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
