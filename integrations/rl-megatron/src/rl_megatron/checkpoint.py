@@ -155,7 +155,11 @@ def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> 
         ContractError: the folder already holds weights.
     """
     folder = Path(path)
-    if list(folder.glob("*.safetensors")):
+    # every rank looks before the first one writes, and all of them learn what any of them saw
+    held = torch.tensor([bool(list(folder.glob("*.safetensors")))])
+    for comm in (topology.tensor_parallel(), topology.context_parallel()):
+        held = comm.all_gather(held).any(0, keepdim=True)
+    if bool(held):
         raise ContractError(f"{folder} already holds weights; give an empty or new folder")
     tensors = export_hf(model)
     if tensors is not None and topology.context_parallel().rank == 0:

@@ -1,0 +1,271 @@
+"""One rank: accuracy against fp64, packing, the training forward, bad input, native against strict."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contract import ContractError
+from rl_megatron import (
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackedBatch,
+    ParallelConfig,
+    StrictOptimizer,
+    build_model,
+    grpo_loss,
+    logprobs,
+    micro_batches,
+)
+from rl_megatron.checkpoint import export_hf, load_tensors
+from rl_megatron.model import module_classes
+
+_spec = importlib.util.spec_from_file_location("fp64_model", Path(__file__).with_name("fp64_model.py"))
+assert _spec is not None
+assert _spec.loader is not None
+fp64 = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fp64)
+
+LENGTHS = ((3, 5), (17, 33), (1, 1), (30, 70))
+MODELS = [
+    ("Qwen3ForCausalLM", False),
+    ("Qwen3ForCausalLM", True),
+    ("LlamaForCausalLM", False),
+    ("LlamaForCausalLM", True),
+]
+
+
+def make(tiny: Any, arch: str, tied: bool, dtype: str = "bfloat16", mode: Any = "strict", **overrides: Any) -> Any:
+    config = tiny.tiny_config(arch, tie_word_embeddings=tied, **overrides)
+    tensors = tiny.tiny_tensors(config, dtype=getattr(torch, dtype))
+    model = build_model(config, tiny.tiny_profile(config, dtype=dtype), ParallelConfig(), mode=mode)
+    load_tensors(model, tensors)
+    return config, tensors, model
+
+
+def pack(samples: Any, vocab: int = 97, **kwargs: Any) -> PackedBatch:
+    return PackedBatch.pack(samples, vocab_size=vocab, max_positions=512, **kwargs)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize(("arch", "tied"), MODELS)
+def test_forward_and_gradients_match_fp64(one_rank: None, tiny: Any, arch: str, tied: bool) -> None:
+    config, tensors, model = make(tiny, arch, tied, dtype="float32")
+    samples = tiny.tiny_samples(97, LENGTHS)
+    optimizer = StrictOptimizer(model)
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(len(r), generator=generator) for _, r in samples]
+    values = logprobs(model, pack(samples), temperature=0.8)
+    torch.stack([(v * g).sum() for v, g in zip(values, weights)]).sum().backward()
+    assert all(p.grad is None for p in model.parameters()), "strict operators add into main_grad themselves"
+
+    oracle = fp64.parameters(tensors)
+    expected = [fp64.logprobs(config, oracle, p, r, 0.8) for p, r in samples]
+    torch.stack([(v * g.double()).sum() for v, g in zip(expected, weights)]).sum().backward()
+    for got, want in zip(values, expected):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-5)
+
+    # the permutation that names weights names gradients as well
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(optimizer._states[name].grad)
+    grads = export_hf(model)
+    assert grads is not None
+    for name, parameter in oracle.items():
+        error = (grads[name].double() - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 2e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_bf16_forward_is_near_fp64(one_rank: None, tiny: Any, arch: str) -> None:
+    config, tensors, model = make(tiny, arch, False)
+    samples = tiny.tiny_samples(97, LENGTHS)
+    got = torch.cat(list(logprobs(model, pack(samples))))
+    oracle = fp64.parameters(tensors)
+    want = torch.cat([fp64.logprobs(config, oracle, p, r) for p, r in samples])
+    assert (got.double() - want).abs().mean() < 0.03
+
+
+@pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_batch_alone_equals_packed_in_any_order_and_budget(one_rank: None, tiny: Any, arch: str) -> None:
+    _, _, model = make(tiny, arch, False)
+    samples = tiny.tiny_samples(97, (*LENGTHS, (64, 65), (2, 62)))
+    with torch.no_grad():
+        packed = logprobs(model, pack(samples))
+        for sample, want in zip(samples, packed):
+            assert torch.equal(bits(logprobs(model, pack([sample]))[0]), bits(want))
+        turned = logprobs(model, pack(samples[::-1]))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(turned[::-1], packed))
+        for budget in (1, 64, 129, 10_000):
+            batches = micro_batches(samples, budget, vocab_size=97, max_positions=512)
+            assert sum(len(b.samples) for b in batches) == len(samples)
+            parts = [v for b in batches for v in logprobs(model, b)]
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(parts, packed))
+
+
+def test_batch_appended_tokens_leave_earlier_ones(one_rank: None, tiny: Any) -> None:
+    # right padding is nothing but tokens behind; causality keeps them out
+    _, _, model = make(tiny, "Qwen3ForCausalLM", False)
+    prompt, response = tiny.tiny_samples(97, ((9, 40),))[0]
+    with torch.no_grad():
+        long = logprobs(model, pack([(prompt, response)]))[0]
+        short = logprobs(model, pack([(prompt, response[:13])]))[0]
+    assert torch.equal(bits(long[:13]), bits(short))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.7, 1.0, 1.5])
+def test_training_forward_equals_scoring_at_any_temperature(one_rank: None, tiny: Any, temperature: float) -> None:
+    _, _, model = make(tiny, "Qwen3ForCausalLM", True)
+    batch = pack(tiny.tiny_samples(97, LENGTHS))
+    with torch.no_grad():
+        scored = torch.cat(list(logprobs(model, batch, temperature=temperature)))
+    trained = torch.cat(list(logprobs(model, batch, temperature=temperature)))
+    assert trained.requires_grad
+    assert torch.equal(bits(scored), bits(trained))
+    ones = torch.ones_like(scored)
+    loss = grpo_loss(trained, scored, ones, batch.loss_mask, denominator=len(scored), ref_logprob=scored)
+    assert (loss.clipped_count, loss.kl_sum, loss.ratio_sum) == (0, 0.0, float(len(scored)))
+
+
+def test_rotary_table_survives_conversion_of_the_module(one_rank: None, tiny: Any) -> None:
+    _, _, model = make(tiny, "Qwen3ForCausalLM", False)
+    batch = pack(tiny.tiny_samples(97, ((250, 30), (300, 12))))
+    with torch.no_grad():
+        before = torch.cat(list(logprobs(model, batch)))
+        model.to(torch.bfloat16)
+        model.load_state_dict(model.state_dict())
+        after = torch.cat(list(logprobs(model, batch)))
+    table = model.decoder.layers[0].self_attention.core_attention.table
+    assert table.cos.dtype == torch.float32
+    assert torch.equal(bits(before), bits(after))
+    # a table that went through bf16 would show: the check can fail
+    table.cos.copy_(table.cos.bfloat16().float())
+    with torch.no_grad():
+        spoiled = torch.cat(list(logprobs(model, batch)))
+    from rl_megatron import layers
+
+    layers._rope_table.cache_clear()
+    assert not torch.equal(bits(before), bits(spoiled))
+
+
+def test_native_runs_stock_modules_and_other_bits(one_rank: None, tiny: Any) -> None:
+    samples = tiny.tiny_samples(97, LENGTHS)
+    for arch, tied in MODELS:
+        _, _, strict = make(tiny, arch, tied)
+        _, _, native = make(tiny, arch, tied, mode="native")
+        classes = module_classes(native)
+        assert classes["qkv"].endswith("layers.ColumnParallelLinear")
+        assert classes["input_norm"].endswith("RMSNorm")
+        with torch.no_grad():
+            a = torch.cat(list(logprobs(strict, pack(samples))))
+            b = torch.cat(list(logprobs(native, pack(samples))))
+        assert (a != b).float().mean() > 0.9
+        assert (a - b).abs().mean() < 0.05
+
+
+def test_native_entropy_matches_its_logits(one_rank: None, tiny: Any) -> None:
+    _, _, native = make(tiny, "LlamaForCausalLM", False, dtype="float32", mode="native")
+    _, _, strict = make(tiny, "LlamaForCausalLM", False, dtype="float32")
+    batch = pack(tiny.tiny_samples(97, LENGTHS))
+    with torch.no_grad():
+        a, b = (logprobs(m, batch, with_entropy=True) for m in (native, strict))
+    for x, y in zip((*a[0], *a[1]), (*b[0], *b[1])):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_all_masked_batch_gives_zero_loss_and_gradient(one_rank: None, tiny: Any) -> None:
+    _, _, model = make(tiny, "Qwen3ForCausalLM", False)
+    optimizer = StrictOptimizer(model)
+    samples = [(p, r, [False] * len(r)) for p, r in tiny.tiny_samples(97, LENGTHS)]
+    batch = pack(samples)
+    values = torch.cat(list(logprobs(model, batch)))
+    nan = torch.full_like(values, math.nan)
+    loss = grpo_loss(values, nan, nan, batch.loss_mask, denominator=0, ref_logprob=nan, config=LossConfig(kl_coef=0.1))
+    loss.value.backward()
+    assert float(loss.value) == 0.0
+    assert optimizer.grad_norm() == 0.0
+    assert all(not s.grad.any() for s in optimizer._states.values())
+
+
+def test_masked_tokens_hold_anything_without_effect(one_rank: None, tiny: Any) -> None:
+    _, _, model = make(tiny, "LlamaForCausalLM", True)
+    (prompt, response), other = tiny.tiny_samples(97, ((9, 40), (5, 12)))
+    mask = [i % 3 != 0 for i in range(40)]
+    norms = []
+    for poison in (0.0, math.nan):
+        optimizer = StrictOptimizer(model)
+        batch = pack([(prompt, response, mask), other])
+        values = torch.cat(list(logprobs(model, batch)))
+        old = torch.where(batch.loss_mask, values.detach() - 0.1, poison)
+        loss = grpo_loss(values, old, torch.ones_like(old), batch.loss_mask, denominator=int(batch.loss_mask.sum()))
+        loss.value.backward()
+        norms.append((float(loss.value), optimizer.grad_norm()))
+    assert norms[0] == norms[1]
+    assert math.isfinite(norms[0][1])
+
+
+def test_unloaded_model_is_nan_everywhere(one_rank: None, tiny: Any) -> None:
+    config = tiny.tiny_config()
+    model = build_model(config, tiny.tiny_profile(config), ParallelConfig())
+    assert all(torch.isnan(p).all() for p in model.parameters())
+
+
+BAD_CONFIGS = [
+    ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, "mixture of experts"),
+    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+    ({"use_sliding_window": True, "sliding_window": 128}, "sliding window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"hidden_act": "gelu"}, "gelu"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), BAD_CONFIGS)
+def test_unsupported_config_is_refused_by_name(tiny: Any, overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(ContractError, match=named):
+        ModelConfig.from_hf(tiny.tiny_config(**overrides))
+
+
+def test_every_bad_cut_is_listed_at_once(tiny: Any) -> None:
+    config = tiny.tiny_config(num_key_value_heads=2, intermediate_size=258)
+    profile = tiny.tiny_profile(config, leaves=4, norm_eps=1e-5)
+    with pytest.raises(ContractError) as error:
+        build_model(config, profile, ParallelConfig(tp=8, cp=3))
+    for part in ("norm_eps", "leaves=4", "num_key_value_heads=2", "intermediate_size=258", "cp=3"):
+        assert part in str(error.value)
+
+
+def test_samples_out_of_range_are_listed_at_once() -> None:
+    bad = [([1, 97], [2]), ([], [1]), ([1] * 500, [1] * 20), ([1], [-1]), ([1], [2, 3], [True])]
+    with pytest.raises(ContractError) as error:
+        pack(bad)
+    for part in ("token id 97", "empty prompt", "520 tokens", "token id -1", "mask of 1 for 2"):
+        assert part in str(error.value)
+    with pytest.raises(ContractError, match="no samples"):
+        pack([])
+
+
+def test_batch_for_another_cp_or_temperature_zero_is_refused(one_rank: None, tiny: Any) -> None:
+    _, _, model = make(tiny, "Qwen3ForCausalLM", False)
+    samples = tiny.tiny_samples(97, LENGTHS)
+    with pytest.raises(ContractError, match="cp=2"):
+        logprobs(model, pack(samples, cp=2))
+    with pytest.raises(ContractError, match="temperature=0"):
+        logprobs(model, pack(samples), temperature=0.0)
+
+
+def test_optimizer_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ContractError, match="betas"):
+        OptimizerConfig(betas=(0.9, 1.0))
+    with pytest.raises(ContractError, match="clip_low"):
+        LossConfig(clip_low=1.5)
