@@ -53,7 +53,7 @@ def tiny_tensors(
         weight[torch.randperm(width, generator=generator)[:3]] *= 6
         return weight
 
-    out = {"model.embed_tokens.weight": normal(v, h, std=0.2 if config["tie_word_embeddings"] else 1.0)}
+    out = {"model.embed_tokens.weight": normal(v, h, std=0.1 if config["tie_word_embeddings"] else 1.0)}
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}."
         out[p + "input_layernorm.weight"] = norm(h)
