@@ -4,6 +4,7 @@
 """
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def parity(session: nox.Session) -> None:
     install_everything(session)
     arguments = session.posargs or [*PARITY_RUN.split(), "--out", str(Path(session.create_tmp()) / "parity")]
     if not session.posargs:
-        session.run("python", "-c", "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)", arguments[-1])
+        shutil.rmtree(arguments[-1], ignore_errors=True)
     session.run("rl-parity", "run", *arguments)
 
 
@@ -114,8 +115,11 @@ def build(session: nox.Session) -> None:
     """Wheels of all; then rl-logprob from its wheel alone must import without any engine."""
     session.install("build", "hatchling")
     out = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(out, ignore_errors=True)
     for path in PROJECTS.values():
         session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(path), silent=True)
     install_cpu_torch(session)
-    session.install(CPU_TORCH, "--find-links", str(out), "rl-logprob")
+    # files, not names: an index may hold other projects of these names
+    wheels = [str(w) for n in with_local_dependencies("rl-logprob") for w in out.glob(f"{n.replace('-', '_')}-*.whl")]
+    session.install(CPU_TORCH, *wheels)
     session.run("python", str(ROOT / "tools" / "check_import.py"), "rl_logprob")
