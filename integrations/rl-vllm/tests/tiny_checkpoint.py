@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
 from vime_sync import ModelShape
 
 

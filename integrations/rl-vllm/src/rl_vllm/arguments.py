@@ -31,9 +31,9 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
 
     Args:
         profile: the contracts the engine must hold.
-        mode: ``strict`` installs the strict operators and refuses what they do not cover; ``audit`` keeps vLLM's own operators, but reports the
-            same log-probabilities (temperature-scaled), accepts the same weight pushes and answers ``report``; ``off`` returns the
-            overrides alone.
+        mode: ``strict`` installs the strict operators and refuses what they do not cover; ``audit`` keeps vLLM's own
+            operators, but reports the same log-probabilities (temperature-scaled), accepts the same weight pushes and
+            answers ``report``; ``off`` returns the overrides alone.
         overrides: any argument of ``vllm.LLM``, e.g. ``model``, ``tensor_parallel_size``, ``max_model_len``.
 
     Raises:
@@ -48,7 +48,7 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
         return dict(overrides)
     if _plugin_excluded():
         raise ContractError(
-            f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} keeps vLLM from loading rl_vllm; add rl_vllm to it or unset it"
+            f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} keeps vLLM from loading rl_vllm; add it there or unset it"
         )
     register()
     args = dict(overrides)
@@ -119,11 +119,12 @@ def _plugin_excluded() -> bool:
 
 @contextmanager
 def cpu_environment(tensor_parallel_size: int = 1, *, kv_cache_gib: int = 1) -> Iterator[None]:
-    """Environment that vLLM's CPU build reads before its workers start; what was set before wins, and comes back afterwards.
+    """Environment that vLLM's CPU build reads before its workers start; what was set before wins, and stays afterwards.
 
-    ``VLLM_CPU_OMP_THREADS_BIND``: one core per rank, round robin, since vLLM refuses more ranks than NUMA nodes otherwise.
-    ``VLLM_CPU_KVCACHE_SPACE``: GiB of cache per worker. ``VLLM_BATCH_INVARIANT`` is refused: on a CPU it replaces aten by GPU kernels.
+    ``VLLM_CPU_OMP_THREADS_BIND``: one core per rank, round robin; vLLM refuses more ranks than NUMA nodes otherwise.
+    ``VLLM_CPU_KVCACHE_SPACE``: GiB of cache per worker.
     ``NUMBA_NUM_THREADS``: one thread per rank when ranks share cores.
+    ``VLLM_BATCH_INVARIANT`` is refused: on a CPU it replaces aten by GPU kernels.
 
     Raises:
         ContractError: VLLM_BATCH_INVARIANT is on.

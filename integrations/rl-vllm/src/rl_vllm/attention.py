@@ -1,15 +1,13 @@
 """Paged attention of vLLM served by ``rl_attn``: boundary attention.
 
-vLLM gives one block per (block id, kv head) of ``[block_size, 2 * head_dim]``; keys are its first half and values its second, by name.
-The order of addition is that of the profile's attention contract; nothing here adds.
+vLLM gives one block per (block id, kv head) of ``[block_size, 2 * head_dim]``: layout ``vllm_cpu``. The order of
+addition is that of the profile's attention contract; nothing here adds.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import rl_attn
 import torch
-from rl_contract import ContractError
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -21,6 +19,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+import rl_attn
+from rl_contract import ContractError
 from rl_vllm.scope import active
 
 
@@ -164,5 +164,6 @@ class StrictAttentionImpl(AttentionImpl):
             key_tile=settings.key_tile,
             segment=settings.segment,
         )
+        assert isinstance(out, torch.Tensor)
         output[:T].copy_(out)
         return output

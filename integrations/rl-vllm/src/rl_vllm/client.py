@@ -11,7 +11,7 @@ _PER_LAYER = {"gemm.column": 2, "gemm.row": 2, "swiglu": 1, "rotary": 1, "attent
 
 
 def report(llm: Any) -> list[dict[str, Any]]:
-    """One report per worker, in rank order: mode, profile fingerprint, contract ids, module classes, launches, versions, pid.
+    """One report per worker, in rank order: mode, profile, contract ids, module classes, launches, versions, pid.
 
     Raises:
         MissingSupport: a worker does not answer, i.e. it is vLLM's own.
@@ -33,8 +33,8 @@ def reset_launches(llm: Any) -> None:
 def assert_strict(llm: Any, profile: Profile) -> list[dict[str, Any]]:
     """The reports, once every worker has shown that it runs ``profile`` and nothing else.
 
-    Checked: the mode, the profile's fingerprint, that every module at a boundary is a strict class, and that launches since the
-    last reset are what the number of forward passes demands.
+    Checked: the mode, the profile's fingerprint, that every module at a boundary is a strict class, and that launches
+    since the last reset are what the number of forward passes demands.
 
     Raises:
         MissingSupport: a worker is not ours (the plugin did not load there).

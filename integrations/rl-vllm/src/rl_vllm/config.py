@@ -1,4 +1,4 @@
-"""How the profile travels: as a quantisation config, the one thing vLLM carries from its arguments to every layer of every worker.
+"""How the profile travels: as a quantisation config, which vLLM carries from its arguments to every layer of a worker.
 
 Nothing is quantised. An engine is strict exactly when its model configuration names ``rl_strict``.
 """
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_contract import ContractError, MissingSupport, Profile
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from rl_contract import ContractError, MissingSupport, Profile
 
 METHOD = "rl_strict"
 
@@ -34,7 +35,7 @@ def read_profile(value: Any) -> Profile:
         return Profile.from_dict(value)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ContractError(
-            f"rl_strict needs 'profile': the JSON of an rl_contract.Profile or the path of a file that holds it; {error!r}"
+            f"rl_strict needs 'profile': the JSON of an rl_contract.Profile, or the path of such a file; {error!r}"
         ) from error
 
 

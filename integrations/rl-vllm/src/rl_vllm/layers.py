@@ -1,13 +1,11 @@
-"""vLLM's layers with the strict operators inside. Weights keep vLLM's own layout, unpacked, so their bytes can be read back.
+"""vLLM's layers with the strict operators inside; each class replaces the forward pass alone.
 
-Boundaries: gemm.column (qkv, gate_up, lm_head), gemm.row (o, down), norm, swiglu, rotary. Each class replaces the forward pass alone.
+Boundaries: gemm.column (qkv, gate_up, lm_head), gemm.row (o, down), norm, swiglu, rotary. Weights keep vLLM's own
+layout, unpacked, so their bytes can be read back.
 """
 
 from typing import Any
 
-import rl_attn
-import rl_gemm
-import rl_norm
 import torch
 from vllm.distributed import split_tensor_along_last_dim
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -20,6 +18,9 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+import rl_attn
+import rl_gemm
+import rl_norm
 from rl_vllm.scope import active
 from rl_vllm.settings import rope_scaling
 
@@ -44,7 +45,7 @@ class StrictLinearMethod(UnquantizedLinearMethod):
         return
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return rl_gemm.column_parallel_linear(x, layer.weight, bias)
+        return rl_gemm.column_parallel_linear(x, layer.get_parameter("weight"), bias)
 
 
 class StrictEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -58,7 +59,7 @@ class StrictEmbeddingMethod(UnquantizedEmbeddingMethod):
         return
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return rl_gemm.column_parallel_linear(x, layer.weight, bias, out_dtype=torch.float32)
+        return rl_gemm.column_parallel_linear(x, layer.get_parameter("weight"), bias, out_dtype=torch.float32)
 
 
 class StrictRowParallelLinear(RowParallelLinear):
@@ -74,7 +75,9 @@ class StrictRowParallelLinear(RowParallelLinear):
             x = split_tensor_along_last_dim(input_, num_partitions=self.tp_size)[self.tp_rank].contiguous()
         bias = None if self.skip_bias_add else self.bias
         comm = self.strict.comm if self.tp_size > 1 else None
-        y = rl_gemm.row_parallel_linear(x, self.weight, bias, comm=comm, leaves=self.strict.profile.settings.leaves)
+        y = rl_gemm.row_parallel_linear(
+            x, self.get_parameter("weight"), bias, comm=comm, leaves=self.strict.profile.settings.leaves
+        )
         if not self.return_bias:
             return y
         return y, self.bias if self.skip_bias_add else None

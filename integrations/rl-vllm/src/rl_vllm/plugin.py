@@ -1,7 +1,7 @@
 """Entry point ``vllm.general_plugins``: loaded in every vLLM process, strict or not.
 
-It adds three names (a quantisation config, a weight-transfer backend, the interpretation of ``rl_strict`` in the engine's arguments)
-and replaces no operator: that happens inside a strict worker while it builds its model, see ``scope``.
+It adds three things (a quantisation config, a weight-transfer backend, the reading of ``rl_strict`` in the engine's
+arguments) and replaces no operator: that happens inside a strict worker while it builds its model, see ``scope``.
 """
 
 import functools

@@ -1,14 +1,12 @@
 """Everything that can be known to be wrong before a weight is loaded, in one list."""
 
 import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Profile
-from vime_sync import ModelShape
-
 from rl_vllm.settings import ARCHITECTURES, hf_config_dict, settings_from_hf
+from vime_sync import ModelShape
 
 # module, attribute path: what strict mode takes hold of; present or not, whatever the version says
 HOOKS = (
@@ -25,6 +23,7 @@ HOOKS = (
     ("vllm.v1.sample.logits_processor", "LogitsProcessor.validate_params"),
     ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine"),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.load_model"),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens"),
 )
 
 
@@ -35,7 +34,7 @@ def missing_hooks() -> list[str]:
         try:
             found: Any = importlib.import_module(module)
             for part in path.split("."):
-                found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+                found = getattr(found, part)
         except (ImportError, AttributeError):
             missing.append(f"{module}.{path}")
     return missing
@@ -163,7 +162,7 @@ def _checkpoint(folder: Path, shape: ModelShape) -> list[str]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                have |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+                have |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own type for a broken header
             return [f"{file}: {error}"]
     want = dict(shape.hf_shapes())

@@ -1,21 +1,22 @@
 """What a sampled token and its log-probability mean in strict mode.
 
-A token is a function of (logits row, temperature, request seed, absolute position), never of the batch; hence a rollout that is
-aborted and continued from its tokens goes on as if it had never stopped. Its log-probability is that of the temperature-scaled distribution over the
-whole vocabulary, by the profile's logprob contract.
+A token is a function of (logits row, temperature, request seed, absolute position), never of the batch; hence a rollout
+that is aborted and continued from its tokens goes on as if it had never stopped. Its log-probability is that of the
+temperature-scaled distribution over the whole vocabulary, by the profile's logprob contract.
 """
 
 from typing import Any
 
-import rl_logprob
 import torch
-from rl_contract import ContractError, Profile
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
+
+import rl_logprob
+from rl_contract import ContractError, Profile
 
 # attribute -> values that leave the distribution alone
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -53,7 +54,7 @@ def refusals(params: SamplingParams) -> list[str]:
 
 
 class StrictSampling(LogitsProcessor):
-    """Checks each request at admission. Changes no logits; its presence makes vLLM keep the output tokens that give positions."""
+    """Checks each request at admission. Changes no logits; with it, vLLM hands output tokens to the sampler."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

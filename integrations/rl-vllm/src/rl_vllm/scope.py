@@ -1,7 +1,7 @@
 """What is replaced inside vLLM, and for how long: only while a strict worker builds its model.
 
-vLLM's registries of out-of-tree layers are process-wide. They are filled when a strict model starts to be built and put back when
-it stands, so an engine without our configuration, before or after, builds exactly its own classes.
+vLLM's registries of out-of-tree layers are process-wide. They are filled when a strict model starts to be built and put
+back when it stands, so an engine without our configuration, before or after, builds exactly its own classes.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def building(strict: Strict) -> Iterator[None]:
     if foreign := foreign_overrides():
         raise MissingSupport("another plugin replaces what strict mode replaces: " + "; ".join(foreign))
     ours = replacements()
-    # get_rope keeps one module per arguments for the whole process, so a stock module must not be handed to a strict model
+    # get_rope keeps its modules for the whole process: a stock one must not be handed to a strict model
     stock_rope = dict(rotary_embedding._ROPE_DICT)
     rotary_embedding._ROPE_DICT.clear()
     selector._cached_get_attn_backend.cache_clear()

@@ -1,4 +1,4 @@
-"""Weight-transfer backend ``vime_sync``: every worker reads the pushed directory and writes into its live parameters."""
+"""Weight-transfer backend ``vime_sync``: every worker reads the pushed directory into its live parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vime_sync
-from rl_contract import ContractError
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
+import vime_sync
+from rl_contract import ContractError
 from rl_vllm.config import profile_of
 from rl_vllm.settings import hf_config_dict
 
@@ -58,7 +58,11 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises ContractError, before a byte is written, for a missing, unknown, mis-shaped, mistyped or nonfinite tensor."""
+        """Load a pushed directory.
+
+        Raises:
+            ContractError: a missing, unknown, mis-shaped, mistyped or nonfinite tensor; nothing is written then.
+        """
         expected = vime_sync.PolicyVersion.parse(update_info.version) if update_info.version else None
         with vime_sync.read_weights(Path(update_info.path), expected) as weights:
             vime_sync.layout.check_hf(weights, self.shape)
@@ -83,7 +87,7 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         wrong = [f"{entry.name} is {entry.dtype}" for entry in weights.manifest.entries if entry.dtype != want]
         if wrong:
             raise ContractError(
-                f"pushed weights: {'; '.join(wrong)}; the engine computes in {want}, push that type: nothing is cast here"
+                f"pushed weights: {'; '.join(wrong)}; the engine computes in {want} and casts nothing, push that type"
             )
 
     def _copy(self, shards: Any) -> None:
@@ -97,5 +101,5 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(tensors.items()))
+        self.model.load_weights(iter(tensors.items()))  # type: ignore[operator]
         finalize_layerwise_reload(self.model, self.model_config)

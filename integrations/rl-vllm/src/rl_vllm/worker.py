@@ -8,13 +8,14 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from rl_contract import Communicator, ContractError, SingleRank, launches, reset_launches
-from vime_sync import ModelShape, from_vllm, tensor_digests
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from rl_contract import Communicator, ContractError, SingleRank, launches, reset_launches
 from rl_vllm.config import profile_of
+from rl_vllm.generators import make_rewindable
 from rl_vllm.scope import Strict, building
 from rl_vllm.settings import hf_config_dict
+from vime_sync import ModelShape, from_vllm, tensor_digests
 
 BOUNDARIES = ("LinearBase", "VocabParallelEmbedding", "CustomOp", "Attention")
 
@@ -78,7 +79,8 @@ class ReportingCPUWorker(CPUWorker):
         """Claim the engine for one weight update. Raises, changing nothing, when another session holds it."""
         if self._rl_session is not None:
             raise ContractError(
-                f"a weight update is open for session {self._rl_session!r}, asked was {session!r}; finish or poison the first one"
+                f"a weight update is open for session {self._rl_session!r}, asked was {session!r}; "
+                "finish or poison the first one"
             )
         self._rl_session = session
 
@@ -129,9 +131,13 @@ class ReportingCPUWorker(CPUWorker):
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         if self._rl_poison is not None:
             raise RuntimeError(
-                f"this engine is poisoned and must not serve: {self._rl_poison}; push whole weights and finish the update"
+                f"this engine is poisoned and must not serve: {self._rl_poison}; push whole weights and finish"
             )
         return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        make_rewindable(self.model_runner)
+        return super().sample_tokens(*args, **kwargs)
 
 
 class AuditCPUWorker(ReportingCPUWorker):
@@ -143,7 +149,8 @@ class AuditCPUWorker(ReportingCPUWorker):
         received = getattr(engine, "received", None)
         if not received:
             raise ContractError(
-                "vLLM's CPU layers pack their weights, so an audited engine digests only what a push brought; push weights first"
+                "vLLM's CPU layers pack their weights, so an audited engine digests only what a push brought; "
+                "push weights first"
             )
         return self.rank % self.parallel_config.tensor_parallel_size, dict(received)
 
