@@ -99,28 +99,16 @@ def tiny_samples(vocab: int, lengths: tuple[tuple[int, int], ...], seed: int = 1
 
 
 def run_world(folder: Path, world: int, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run ``world_worker.py`` as ``world`` processes; returns what each rank wrote."""
+    """Run a job of ``world_worker.py`` on ``world`` processes; returns what each rank wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.pkl").write_bytes(pickle.dumps(job))
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(world)
-    ]
-    logs = []
-    try:
-        for worker in workers:
-            logs.append(worker.communicate(timeout=240)[0].decode(errors="replace"))
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
-    failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
-    assert not failed, f"ranks {failed} failed:\n" + "\n".join(logs[r][-3000:] for r in failed)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(world)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    assert not done.returncode, done.stdout.decode(errors="replace")[-6000:]
     return [pickle.loads((folder / f"out{rank}.pkl").read_bytes()) for rank in range(world)]
 
 

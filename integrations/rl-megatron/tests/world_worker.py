@@ -1,10 +1,13 @@
-"""One rank of a test world: ``world_worker.py FOLDER RANK`` reads FOLDER/job.pkl and writes FOLDER/out{RANK}.pkl.
+"""A test world: ``world_worker.py FOLDER WORLD`` runs FOLDER/job.pkl on WORLD ranks, each writes FOLDER/out{rank}.pkl.
 
-A job maps case names to ``{"trainer": TrainerRank arguments, "samples", "budgets", "steps", "rewards"}``.
+The ranks are forked after the imports, which take far longer than a case. A job maps case names to
+``{"trainer": TrainerRank arguments, "samples", "advantages", "budgets", "steps", "export"}``.
 """
 
+import multiprocessing
 import pickle
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +18,52 @@ from rl_megatron import TrainerRank
 
 def run_case(folder: Path, rank: int, name: str, case: dict[str, Any]) -> dict[str, Any]:
     trainer = TrainerRank(rank=rank, init_method=f"file://{folder}/init-{name}", **case["trainer"])
-    out: dict[str, Any] = {"report": trainer.init()}
+    trainer.init()
     samples = case["samples"]
     trainer.keep_reference()
+    out: dict[str, Any] = {"budgets": {}, "steps": []}
     out["scores"], out["entropies"] = trainer.logprobs(samples, with_entropy=True)
     out["warm"] = trainer.logprobs(samples, temperature=0.7)
-    out["budgets"] = {}
     for budget in case.get("budgets", ()):
         trainer.token_budget = budget
         out["budgets"][budget] = trainer.logprobs(samples)
     trainer.token_budget = case["trainer"].get("token_budget")
-    out["steps"], out["digests"] = [], []
     for _ in range(case.get("steps", 0)):
         old = trainer.logprobs(samples)
         ref = trainer.reference_logprobs(samples)
         step = trainer.train_step(samples, case["advantages"], old, ref_logprobs=ref)
         out["steps"].append({**step, "old": old, "ref": ref})
+    out["state"] = {n: s.master for n, s in trainer.optimizer._states.items()}
     if case.get("export"):
         out["weights"] = trainer.export_weights()
-        out["state"] = {n: s.master for n, s in trainer.optimizer._states.items()}
         trainer.save(folder / f"saved-{name}")
     out["report"] = trainer.report()
     trainer.close()
     return out
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+def run_rank(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     job = pickle.loads((folder / "job.pkl").read_bytes())
     out = {name: run_case(folder, rank, name, case) for name, case in job.items()}
     (folder / f"out{rank}.pkl").write_bytes(pickle.dumps(out))
 
 
+def main() -> int:
+    folder, world = Path(sys.argv[1]), int(sys.argv[2])
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(folder, rank)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    # peers of a dead rank would wait for it
+    while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
+        time.sleep(0.05)
+    time.sleep(0.2 if any(p.exitcode for p in ranks) else 0)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return int(any(p.exitcode for p in ranks))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The loss against plain torch, AdamW against torch's, and both against layout; the CPU answers come and go."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl_contract import ContractError
+from rl_megatron import LossConfig, cpu_device, group_advantages, grpo_loss
+from rl_megatron.loss import _pairwise, fixed_sum
+from rl_megatron.optimizer import _adamw, _leaf_parts, _square_sum, _State
+
+
+def plain_loss(
+    logp: torch.Tensor, old: torch.Tensor, gain: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor, config: LossConfig
+) -> torch.Tensor:
+    ratio = (logp - old).exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    policy = -torch.minimum(ratio * gain, clipped * gain)
+    kl = (ref - logp).exp() - (ref - logp) - 1
+    return ((policy + config.kl_coef * kl) * mask).sum() / mask.sum()
+
+
+def test_loss_and_gradient_match_plain_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, noise, ref, gain = (torch.randn(4001, generator=generator) for _ in range(4))
+    mask = torch.rand(4001, generator=generator) > 0.3
+    config = LossConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.1)
+    logp = (old + 0.5 * noise).requires_grad_(True)
+    loss = grpo_loss(logp, old, gain, mask, denominator=int(mask.sum()), ref_logprob=ref, config=config)
+    loss.value.backward()
+    double = logp.detach().double().requires_grad_(True)
+    want = plain_loss(double, old.double(), gain.double(), ref.double(), mask, config)
+    want.backward()
+    assert float(loss.value) == pytest.approx(float(want), rel=1e-12)
+    torch.testing.assert_close(logp.grad, double.grad.float(), rtol=1e-6, atol=1e-10)
+    assert 0 < loss.clipped_count < loss.valid_count == int(mask.sum())
+    assert not logp.grad[~mask].any()
+
+
+def test_on_policy_ratio_is_one_and_kl_zero() -> None:
+    logp = torch.linspace(-30, -1e-6, 1001).requires_grad_(True)
+    same = logp.detach()
+    gain = torch.zeros_like(same)
+    everything = torch.ones(1001, dtype=torch.bool)
+    loss = grpo_loss(logp, same, gain, everything, denominator=1001, ref_logprob=same, config=LossConfig(kl_coef=0.001))
+    loss.value.backward()
+    assert (float(loss.value), loss.kl_sum, loss.clipped_count, loss.ratio_sum) == (0.0, 0.0, 0, 1001.0)
+    assert not logp.grad.any()
+
+
+def test_loss_does_not_depend_on_a_tokens_place() -> None:
+    # a vectorised exp may round a vector's body and its tail differently
+    logp, old = torch.full((37,), -1.2345), torch.full((37,), -1.3001)
+    ones, everything = torch.ones(37), torch.ones(37, dtype=torch.bool)
+    grads = []
+    for n in range(1, 38):
+        x = logp[:n].clone().requires_grad_(True)
+        grpo_loss(x, old[:n], ones[:n], everything[:n], denominator=1).value.backward()
+        grads.append(x.grad)
+    assert all(bool((g == grads[0][0]).all()) for g in grads)
+
+
+def test_loss_refuses_a_missing_reference_and_odd_shapes() -> None:
+    x, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ContractError, match="ref_logprob"):
+        grpo_loss(x, x, x, mask, denominator=3, config=LossConfig(kl_coef=0.1))
+    with pytest.raises(ContractError, match="shapes"):
+        grpo_loss(x, torch.zeros(2), x, mask, denominator=3)
+
+
+def test_group_advantages_are_centred_and_zero_for_equal_rewards() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1])
+    got = group_advantages(rewards, 4)
+    torch.testing.assert_close(got[:4], torch.tensor([1.0, -1.0, -1.0, 1.0]), rtol=1e-5, atol=0)
+    assert not got[4:].any()
+    with pytest.raises(ContractError, match="whole groups"):
+        group_advantages(rewards, 3)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 64, 1001])
+def test_fixed_sum_is_a_balanced_tree(n: int) -> None:
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) * 1e8
+    assert fixed_sum(x) == pytest.approx(math.fsum(x.tolist()), rel=1e-12, abs=1e-6)
+    if n == 64:
+        assert _pairwise(x.numpy()) == _pairwise(np.array([_pairwise(x[:32].numpy()), _pairwise(x[32:].numpy())]))
+        assert fixed_sum(x) != sum(x.tolist()), "a left fold must show, or the order is not tested"
+
+
+def state_of(master: torch.Tensor) -> _State:
+    zeros = [torch.zeros_like(master) for _ in range(3)]
+    return _State(torch.nn.Parameter(master.bfloat16()), zeros[0], master.clone(), zeros[1], zeros[2])
+
+
+def test_adamw_matches_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(33, 65, generator=generator)
+    reference = torch.nn.Parameter(master.double())
+    torch_adamw = torch.optim.AdamW([reference], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    state = state_of(master)
+    for step in range(1, 6):
+        grad = torch.randn(33, 65, generator=generator)
+        reference.grad = grad.double()
+        torch_adamw.step()
+        _adamw(state, grad, 0.9, 0.95, 1e-2 / (1 - 0.9**step), math.sqrt(1 - 0.95**step), 1e-8, 1 - 1e-2 * 0.1)
+    torch.testing.assert_close(state.master.double(), reference.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_layout_adamw_of_a_shard_is_the_shard_of_adamw() -> None:
+    generator = torch.Generator().manual_seed(0)
+    master, grad = (torch.randn(64, 67, generator=generator) for _ in range(2))
+    whole = state_of(master)
+    shards = [state_of(part.contiguous()) for part in master.chunk(4, 1)]
+    for step in range(1, 4):
+        args = (0.9, 0.95, 1e-3 / (1 - 0.9**step), math.sqrt(1 - 0.95**step), 1e-8, 0.9999)
+        _adamw(whole, grad * step, *args)
+        for shard, part in zip(shards, grad.chunk(4, 1)):
+            _adamw(shard, (part * step).contiguous(), *args)
+    assert torch.equal(whole.master, torch.cat([s.master for s in shards], 1))
+
+
+@pytest.mark.parametrize("fused", [1, 2])
+def test_layout_leaves_of_a_gradient_norm(fused: int) -> None:
+    # rank r of t holds leaves [rG/t, (r+1)G/t); of [gate; up] each rank holds both halves' parts
+    grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    whole = [_square_sum(p) for p in _leaf_parts(grad, 0, 8, fused)]
+    for t in (2, 4, 8):
+        shards = [torch.cat(parts) for parts in zip(*(h.chunk(t) for h in grad.chunk(fused)))]
+        got = [_square_sum(p) for s in shards for p in _leaf_parts(s, 0, 8 // t, fused)]
+        assert got == whole
+
+
+def test_cpu_answers_are_undone_also_after_an_error() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA to ask")
+    before = torch.cuda.current_device
+
+    def failing() -> None:
+        with cpu_device() as installed:
+            assert installed
+            with cpu_device():
+                assert torch.cuda.current_device() == torch.device("cpu")
+            assert torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        failing()
+    assert torch.cuda.current_device is before
