@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import rl_attn
 from rl_attn import segments_of
@@ -281,3 +283,30 @@ def test_compiled_caller_equals_eager(lab):
         return torch.ops.rl_attn.packed(q, k, v, cu, cu, torch.arange(300), s.scale, 64, 512)
 
     check_rows(s, *torch.compile(call, backend="aot_eager", fullgraph=True)(s.q, s.k, s.v))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_phase_any_cut_page_and_head_count_equals_packed(lab, data):
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    shape = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": 8 * draw(st.integers(1, 12))}
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    lengths = draw(st.lists(st.integers(1, 700), min_size=1, max_size=4))
+    sequences = [lab.sequence(n, dtype=dtype, seed=i, **shape) for i, n in enumerate(lengths)]
+    seen = [draw(st.integers(1, n)) for n in lengths]
+    queries = [draw(st.integers(0, n)) for n in seen]
+    kv, table = lab.pages(sequences, draw(st.sampled_from([16, 24, 64, 256])), seed=draw(st.integers(0, 9)))
+    out, lse = rl_attn.attention_paged(
+        torch.cat([s.q[n - m : n] for s, n, m in zip(sequences, seen, queries)]),
+        kv,
+        query_start_loc=torch.tensor([0, *queries]).cumsum(0),
+        seq_lens=torch.tensor(seen),
+        block_table=table,
+        scale=sequences[0].scale,
+        return_lse=True,
+    )
+    begin = 0
+    for s, n, m in zip(sequences, seen, queries):
+        check_rows(s, out[begin : begin + m], lse[begin : begin + m], n - m, n)
+        begin += m

@@ -7,13 +7,15 @@ O / l once, the output once. Only ``_gather`` knows where key j lies; a task is 
 
 import numpy as np
 
-from rl_attn.cpu_tiles import LN2_F32, NEG_INF, SUM_COLUMNS, add_rows, dot_tile, jit, load_row, narrow, widen
+from rl_attn.cpu_tiles import LN2_F32, NEG_INF, SUM_COLUMNS, add_rows, dot_tile, load_row
+from rl_contract.arrays import narrow, widen
+from rl_contract.jit import kernel
 from rl_contract.primitives import exp2_f32, log_f32
 
 ROWS_PER_TASK = 64
 
 
-@jit
+@kernel
 def plan_tasks(cu_rows, rows_per_block):
     """[N, 3] int64: sequence, first row, row count, for every block of rows of every sequence."""
     count = 0
@@ -29,7 +31,7 @@ def plan_tasks(cu_rows, rows_per_block):
     return tasks
 
 
-@jit
+@kernel
 def gather_tile(k, v, strides, starts, table, block_size, sequence, kv_head, first, count, k_columns, v_rows):
     """Keys first..first+count-1 of a sequence as fp32: k_columns[d, j], v_rows[j, d].
 
@@ -51,7 +53,7 @@ def gather_tile(k, v, strides, starts, table, block_size, sequence, kv_head, fir
         load_row(v, v_at, v_rows[j], head_dim)
 
 
-@jit
+@kernel
 def _attend_tile(q_row, k_columns, v_rows, count, c, v_like, m, o_row, s):
     """One tile onto the state (m, o_row) of one row; returns the new m. s is scratch of key_tile."""
     dot_tile(q_row, k_columns, s)
@@ -72,7 +74,7 @@ def _attend_tile(q_row, k_columns, v_rows, count, c, v_like, m, o_row, s):
     for j in range(tile):
         x = s[j]
         p = exp2_f32(x - m_new)
-        s[j] = widen(narrow(p if x != NEG_INF else np.float32(0.0), v_like))
+        s[j] = widen(narrow(p if x != NEG_INF else np.float32(0.0), v_like[0]))
     alpha = exp2_f32(m - m_new) if m != NEG_INF else np.float32(0.0)
     for d in range(o_row.shape[0]):
         o_row[d] = o_row[d] * alpha
@@ -80,7 +82,7 @@ def _attend_tile(q_row, k_columns, v_rows, count, c, v_like, m, o_row, s):
     return m_new
 
 
-@jit
+@kernel
 def _fold(total_m, total_row, m, o_row):
     """total = total (+) segment; returns the new maximum."""
     m_new = m if m > total_m else total_m
@@ -91,7 +93,7 @@ def _fold(total_m, total_row, m, o_row):
     return m_new
 
 
-@jit
+@kernel
 def attention_forward(
     q, q_strides, k, v, kv_strides, starts, table, block_size, positions, tasks, kv_heads, group, head_dim, c, key_tile,
     segment, out, lse, first_task, step,
@@ -159,12 +161,12 @@ def attention_forward(
                 for d in range(head_dim):
                     # no visible weight at all (an empty row, or scores of -inf only) gives 0, not 0 / 0
                     x = total[r, d] / denominator if denominator != np.float32(0.0) else np.float32(0.0)
-                    row[d] = narrow(x, out)
+                    row[d] = narrow(x, row[d])
                 lse[row0 + i, kv_head * group + g] = total_m[r] * LN2_F32 + log_f32(denominator)
     return most_segments
 
 
-@jit
+@kernel
 def check_pages(cu_rows, seq_lens, table, block_size, num_blocks, tokens):
     """(code, where, value) of the first violation, code 0 if there is none; entries behind a length are not read."""
     requests = seq_lens.shape[0]
@@ -187,7 +189,7 @@ def check_pages(cu_rows, seq_lens, table, block_size, num_blocks, tokens):
     return 0, 0, 0
 
 
-@jit
+@kernel
 def paged_positions(cu_rows, seq_lens, tokens):
     """int64 [T]: the queries of a request are its last positions."""
     positions = np.empty(tokens, np.int64)
@@ -197,7 +199,7 @@ def paged_positions(cu_rows, seq_lens, tokens):
     return positions
 
 
-@jit
+@kernel
 def write_slots(x, x_strides, slots, cache, cache_strides, heads, block_size, head_dim):
     """cache[slot // block_size, head, slot % block_size] = x[token, head]; negative slots are skipped."""
     for t in range(slots.shape[0]):

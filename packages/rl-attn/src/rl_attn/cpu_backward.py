@@ -7,14 +7,16 @@ p = exp2(s - lse * log2(e)) and dS = p * (dP - delta) stay fp32. Scratch is a fe
 
 import numpy as np
 
-from rl_attn.cpu_tiles import LOG2E_F32, NEG_INF, add_rows, dot_tile, jit, load_row, narrow, widen
+from rl_attn.cpu_tiles import LOG2E_F32, NEG_INF, add_rows, dot_tile, load_row
+from rl_contract.arrays import narrow, widen
+from rl_contract.jit import kernel
 from rl_contract.primitives import exp2_f32
 
 KEYS_PER_TASK = 64
 ROWS_PER_BLOCK = 64
 
 
-@jit
+@kernel
 def row_delta(grad_out, grad_strides, out, out_strides, head_dim, delta):
     """delta fp32 [T, H] = chain over head_dim of grad_out * out; both flat storages with strides (token, head)."""
     for t in range(delta.shape[0]):
@@ -29,7 +31,7 @@ def row_delta(grad_out, grad_strides, out, out_strides, head_dim, delta):
     return 0
 
 
-@jit
+@kernel
 def _probabilities(q_row, grad_row, k_columns, v_columns, c, lse2, delta, p, ds):
     """p[j] and ds[j] of one row over one tile of keys, fp32."""
     dot_tile(q_row, k_columns, p)
@@ -42,14 +44,14 @@ def _probabilities(q_row, grad_row, k_columns, v_columns, c, lse2, delta, p, ds)
         ds[j] = p[j] * (ds[j] - delta)
 
 
-@jit
+@kernel
 def _load_columns(source, start, columns, j):
     row = source[start : start + columns.shape[0]]
     for d in range(columns.shape[0]):
         columns[d, j] = widen(row[d])
 
 
-@jit
+@kernel
 def grad_queries(
     grad_out, q, k, v, strides, lse, delta, starts, positions, tasks, kv_heads, group, head_dim, c, scale, dq,
     first_task, step,
@@ -103,11 +105,11 @@ def grad_queries(
             for g in range(group):
                 row = dq[row0 + i, kv_head * group + g]
                 for d in range(head_dim):
-                    row[d] = narrow(acc[i * group + g, d] * scale, dq)
+                    row[d] = narrow(acc[i * group + g, d] * scale, row[d])
     return 0
 
 
-@jit
+@kernel
 def grad_keys(
     grad_out, q, k, v, strides, lse, delta, cu_rows, order, positions, key_positions, tasks, kv_heads, group, head_dim,
     c, scale, dk, dv, first_task, step,
@@ -164,6 +166,6 @@ def grad_keys(
         for j in range(width):
             k_row, v_row = dk[key0 + j, kv_head], dv[key0 + j, kv_head]
             for d in range(head_dim):
-                k_row[d] = narrow(k_acc[j, d] * scale, dk)
-                v_row[d] = narrow(v_acc[j, d], dv)
+                k_row[d] = narrow(k_acc[j, d] * scale, k_row[d])
+                v_row[d] = narrow(v_acc[j, d], v_row[d])
     return 0

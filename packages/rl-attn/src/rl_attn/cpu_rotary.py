@@ -8,7 +8,8 @@ import math
 
 import numpy as np
 
-from rl_attn.cpu_tiles import jit, narrow, widen
+from rl_contract.arrays import narrow, widen
+from rl_contract.jit import kernel
 
 # pi/2 = A + B + C; A and B have 33 bits, so that their products with a quotient below 2**20 are exact
 _PIO2_A = 1.57079632673412561417e00
@@ -19,7 +20,7 @@ _S3, _S5, _S7, _S9, _S11, _S13, _S15, _S17 = ((-1.0) ** k / math.factorial(2 * k
 _C2, _C4, _C6, _C8, _C10, _C12, _C14, _C16 = ((-1.0) ** k / math.factorial(2 * k) for k in range(1, 9))
 
 
-@jit
+@kernel
 def fill_table(inv_freq, factor, cos, sin):
     """cos, sin fp32 [P, F] of position * inv_freq[f] (fp64, angle below 2**20), both times ``factor`` in fp64."""
     for p in range(cos.shape[0]):
@@ -51,7 +52,7 @@ def fill_table(inv_freq, factor, cos, sin):
             sin[p, f] = np.float32((-big_s if quadrant >= 2 else big_s) * factor)
 
 
-@jit
+@kernel
 def rotate(x, strides, positions, cos, sin, sign, out):
     """out [T, heads, D]; x flat storage with strides int64 [2] (token, head); sign +1 rotates, -1 rotates back."""
     half = cos.shape[1]
@@ -65,8 +66,8 @@ def rotate(x, strides, positions, cos, sin, sign, out):
             for i in range(half):
                 x1, x2 = widen(low[i]), widen(high[i])
                 s = sin_row[i] * sign
-                y_low[i] = narrow(x1 * cos_row[i] - x2 * s, out)
-                y_high[i] = narrow(x2 * cos_row[i] + x1 * s, out)
+                y_low[i] = narrow(x1 * cos_row[i] - x2 * s, y_low[i])
+                y_high[i] = narrow(x2 * cos_row[i] + x1 * s, y_high[i])
             for i in range(2 * half, out.shape[2]):
                 y[i] = row[i]
     return 0

@@ -4,45 +4,19 @@ Every accumulator is one chain: products rounded, then added, in ascending index
 that vector width and unrolling leave the bits alone.
 """
 
-import numba as nb
 import numpy as np
-from numba.extending import overload
 
-from rl_contract.primitives import bf16_to_f32, f32_to_bf16
+from rl_contract.arrays import widen
+from rl_contract.jit import kernel
 
 LOG2E_F32 = np.float32(1.4426950408889634)
 LN2_F32 = np.float32(0.6931471805599453)
 NEG_INF = np.float32(-np.inf)
 # columns behind head_dim in the value tile and in O: the first holds the row sum, the rest fill a vector
 SUM_COLUMNS = 16
-jit = nb.njit(cache=True, nogil=True, error_model="numpy")
 
 
-def widen(x):
-    """fp32 value of one stored element: uint16 holds bf16 bits, float32 itself."""
-    raise NotImplementedError
-
-
-@overload(widen)
-def _widen(x):
-    if x == nb.types.uint16:
-        return lambda x: bf16_to_f32(x)
-    return lambda x: x
-
-
-def narrow(x, like):
-    """``x`` (fp32) rounded to the stored type of the array ``like``."""
-    raise NotImplementedError
-
-
-@overload(narrow)
-def _narrow(x, like):
-    if like.dtype == nb.types.uint16:
-        return lambda x, like: f32_to_bf16(x)
-    return lambda x, like: np.float32(x)
-
-
-@jit
+@kernel
 def load_row(source, start, out, width):
     """out[0:width] = the stored elements from ``start`` on, as fp32."""
     row = source[start : start + width]
@@ -50,7 +24,7 @@ def load_row(source, start, out, width):
         out[d] = widen(row[d])
 
 
-@jit
+@kernel
 def dot_tile(x, columns, out):
     """out[j] = chain over d ascending of x[d] * columns[d, j]; len(x) a multiple of 8."""
     width = out.shape[0]
@@ -74,7 +48,7 @@ def dot_tile(x, columns, out):
             out[j] = a
 
 
-@jit
+@kernel
 def add_rows(weights, rows, first, last, out):
     """out[d] += weights[j] * rows[j, d] for j in [first, last) ascending."""
     width = out.shape[0]

@@ -1,14 +1,17 @@
 """Opaque custom ops over the CPU kernels: flat storages, strides, launch evidence. Dispatch is by device type."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from rl_attn import cpu, cpu_rotary
-from rl_attn.threads import spread
 from rl_contract import ContractError, Launch, record_launch
+from rl_contract.threads import for_ranges
 
+# below this many operations handing over to threads costs more than it saves
+INLINE_WORK = 4e6
 LOG2E = 1.4426950408889634
 _EMPTY_TABLE = np.zeros((0, 0), np.int64)
 
@@ -36,6 +39,14 @@ def int64(x: torch.Tensor) -> np.ndarray:
 
 def unit_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def spread(run: Callable[[int, int], int], tasks: int, work: float) -> list[int]:
+    """``run(first, step)`` does tasks first, first + step, ...: interleaved, so that causal work is even."""
+    lanes = min(tasks, torch.get_num_threads()) if work > INLINE_WORK else 1
+    results: list[int] = []
+    for_ranges(lambda first, last: results.extend(run(n, lanes) for n in range(first, last)), max(lanes, 1), work)
+    return results
 
 
 @functools.lru_cache

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from rl_attn import cpu, cpu_backward
-from rl_attn.ops import LOG2E, dense, flat, int64, packed, strides, unit_last
-from rl_attn.threads import spread
+from rl_attn.ops import LOG2E, dense, flat, int64, packed, spread, strides, unit_last
 from rl_contract import Launch, record_launch
 
 
