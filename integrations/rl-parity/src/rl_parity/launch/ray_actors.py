@@ -59,6 +59,8 @@ class RayLauncher:
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # a private instance that ends with the run needs no token
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         # RAY_ADDRESS must not draw the run into a cluster that someone else owns
         ray.init(
             address="local",
