@@ -74,7 +74,7 @@ class RunConfig:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     reward: str = "exact"
-    lr: float = 1e-3
+    lr: float = 4e-4
     kl: float = 0.001
     clip: float = 0.2
     max_grad_norm: float = 1.0

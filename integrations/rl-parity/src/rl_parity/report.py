@@ -25,8 +25,8 @@ _ROWS: tuple[tuple[str, str, bool], ...] = (
     ("mean_abs_diff", "mean difference over tokens, nats", True),
     ("kl_rollout_to_train", "KL rollout to train, mean of -(train - rollout)", False),
     ("k3", "KL estimate k3, mean of exp(d) - d - 1", False),
-    ("reward_first", "mean reward, first step", False),
-    ("reward_last", "mean reward, last step", False),
+    ("reward_first", "mean reward, first tenth of the steps", False),
+    ("reward_last", "mean reward, last tenth of the steps", False),
     ("steps", "steps", False),
     ("seconds", "seconds", False),
 )

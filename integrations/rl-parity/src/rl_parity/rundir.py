@@ -139,7 +139,10 @@ COUNTS = (
 
 
 def summarize(steps: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """One arm's totals over its steps; maxima and means are None where nothing was compared."""
+    """One arm's totals over its steps; maxima and means are None where nothing was compared.
+
+    ``reward_first`` and ``reward_last`` are means over the first and last tenth of the steps, at least one.
+    """
     compared = [s for s in steps if s.get("max_abs_diff") is not None]
     tokens = sum(s["valid_count"] for s in compared)
     weighted = sum(s["mean_abs_diff"] * s["valid_count"] for s in compared if s["valid_count"])
@@ -149,8 +152,11 @@ def summarize(steps: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, A
     out["mean_abs_diff"] = weighted / tokens if tokens else None
     out["bitwise_equal"] = bool(compared) and len(compared) == len(steps) and is_equal(out)
     out["tokens"] = sum(int(s["tokens"]) for s in steps)
-    out["reward_first"] = steps[0]["reward"] if steps else None
-    out["reward_last"] = steps[-1]["reward"] if steps else None
+    # a single step is too noisy to show learning
+    window = max(1, len(steps) // 10)
+    rewards = [float(s["reward"]) for s in steps]
+    out["reward_first"] = sum(rewards[:window]) / window if steps else None
+    out["reward_last"] = sum(rewards[-window:]) / window if steps else None
     out["seconds"] = seconds
     return out
 
