@@ -62,7 +62,7 @@ def test_bad_files_name_the_line(tmp_path, rows, message):
 
 
 def test_a_missing_file_names_what_is_built_in():
-    with pytest.raises(ContractError, match="no such file.*arithmetic"):
+    with pytest.raises(ContractError, match=r"no such file.*arithmetic"):
         data.read_examples("/nowhere/prompts.jsonl")
 
 

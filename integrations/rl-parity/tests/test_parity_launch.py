@@ -39,13 +39,13 @@ def test_workers_answer_in_order_and_see_only_their_own_environment(launcher):
     assert a.call("add", 1).result(60) == 2
     # the first failure ends the wait, though another worker is busy
     started = time.monotonic()
-    with pytest.raises(WorkerFailure, match="b: .*"):
+    with pytest.raises(WorkerFailure, match=r"b: .*"):
         wait_all(launcher, [a.call("sleep", 20), b.call("die")], 60)
     assert time.monotonic() - started < 15
 
 
 def test_a_worker_that_cannot_be_built_fails_its_first_call(launcher):
-    with pytest.raises(WorkerFailure, match="ValueError: built to fail|built to fail"):
+    with pytest.raises(WorkerFailure, match="built to fail"):
         wait_all(launcher, [echo(launcher, "c", fail=True).call("add", 1)], 60)
 
 
@@ -74,5 +74,5 @@ def test_leaving_the_mark_ends_grandchildren_that_left_their_group(tmp_path, mon
 
 
 def test_an_unknown_launcher_is_refused(tmp_path):
-    with pytest.raises(ContractError, match="slurm.*local, ray"):
+    with pytest.raises(ContractError, match=r"slurm.*local, ray"):
         make_launcher("slurm", tmp_path)

@@ -43,7 +43,7 @@ def headers(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str, Path]]:
 
     for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 (not a dict)
                 piece = file.get_slice(name)
                 yield name, tuple(piece.get_shape()), piece.get_dtype(), path
 
@@ -91,7 +91,7 @@ def _nonfinite(folder: Path) -> list[str]:
     found = []
     for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 (not a dict)
                 tensor = file.get_tensor(name)
                 if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                     bad = int((~torch.isfinite(tensor)).sum())

@@ -1,7 +1,7 @@
 """Prompts, answers and rewards.
 
-A data set is JSON lines ``{"prompt": str, "answer": str}``; files in the style of GSM8K (``question``/``answer`` with the
-result after ``####``) work as they are. Two generated sets ship: ``arithmetic`` and ``easy``.
+A data set is JSON lines ``{"prompt": str, "answer": str}``; files in the style of GSM8K (``question``/``answer`` with
+the result after ``####``) work as they are. Two generated sets ship: ``arithmetic`` and ``easy``.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def arithmetic(seed: int = 0, count: int = 256) -> list[Example]:
 
 
 def easy() -> list[Example]:
-    """Ten prompts ``d=`` with the one-digit answer ``d``: a random policy seldom says it, a trained one learns to copy."""
+    """Ten prompts ``d=`` with the one-digit answer ``d``: seldom said by a random policy, and learnt as copying."""
     return [Example(f"{d}=", str(d)) for d in range(10)]
 
 

@@ -69,8 +69,9 @@ class EngineWorker:
         """Sample one completion per prompt.
 
         Returns:
-            For each prompt ``{"tokens", "logprobs", "versions", "finish"}``: ids, the processed log-probability of each
-            sampled token (None where the engine gave none), weight versions as (version, first token, end), and why it ended.
+            For each prompt ``{"prompt", "tokens", "logprobs", "versions", "finish"}``: ids, the processed
+            log-probability of each sampled token (None where the engine gave none), weight versions as (version, first
+            token, end), and why it ended.
         """
         from vllm import SamplingParams, TokensPrompt
 

@@ -169,7 +169,7 @@ class Arm:
         return exported
 
     def _rollout(self, step: int, fleet: Fleet, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """``group`` completions per prompt, in prompt order; engine e serves the e-th contiguous share of the prompts."""
+        """``group`` completions per prompt, in prompt order; each engine serves a contiguous share of the prompts."""
         c = self.config
         requests = [
             (list(prompt.ids), data.sampling_seed(c.seed, step, place, sample))

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rl_logprob import SamplingSemantics, rollout_metrics
 
+from rl_logprob import SamplingSemantics, rollout_metrics
 from rl_parity.config import RunConfig
 from rl_parity.rundir import StepSamples
 

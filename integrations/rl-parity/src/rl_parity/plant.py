@@ -1,7 +1,7 @@
 """Deliberately mis-ordered kernels, to show that a run notices one. For tests of the check; never part of a real run.
 
-``rl-parity run --plant NAME`` installs one on the trainer side of the strict arm. The sums are mathematically the same, added in
-another order; the manifest, the summary and the report say that it was planted.
+``rl-parity run --plant NAME`` installs one on the trainer side of the strict arm. The sums are mathematically the same,
+added in another order; the manifest, the summary and the report say that it was planted.
 """
 
 from collections.abc import Callable

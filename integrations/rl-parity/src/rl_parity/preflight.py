@@ -171,6 +171,9 @@ def _model(c: RunConfig) -> Iterator[str]:
             yield f"{side} tp={tp}: {error}"
     if c.model not in TINY:
         yield from checkpoint.problems(Path(c.model), config)
+    positions = int(config["max_position_embeddings"])
+    if c.max_model_len < 0 or c.max_model_len > positions:
+        yield f"--max-model-len {c.max_model_len}: the model has {positions} positions; give at most that, or 0 for all"
     yield from _prompts(c, shape.vocab_size, context(c, config))
 
 
@@ -218,8 +221,6 @@ def _prompts(c: RunConfig, vocab_size: int | None, longest: int | None) -> Itera
         return
     if vocab_size is None or longest is None:
         return
-    if c.max_model_len and c.max_model_len > longest:
-        yield f"--max-model-len {c.max_model_len} is beyond the model's {longest} positions; lower it"
     try:
         tokenizer = _BuiltIn() if c.model in TINY else FolderTokenizer(Path(c.model))
         data.encode(examples, tokenizer, vocab_size=vocab_size, max_prompt=longest - c.max_new_tokens)

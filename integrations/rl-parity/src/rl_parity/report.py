@@ -51,13 +51,14 @@ def render(run: RunDirectory) -> str:
         _topology(manifest),
         _evidence({arm: run.evidence(arm) for arm in steps}),
         _sync(steps),
-        _contracts(manifest),
+        _contracts(manifest, run.evidence("strict")),
         _provenance(manifest),
     ]
     css = files("rl_parity").joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>rl-parity report</title><style>{css}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
+        f"<title>rl-parity report</title><style>{css}</style></head><body><main>{''.join(sections)}</main></body>"
+        "</html>\n"
     )
 
 
@@ -71,12 +72,14 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
     elif strict is None and native is None:
         title, lead = "Nothing was compared", "The run has no finished step."
     elif strict is None:
-        title = f"Native arm: {number(native['mismatch_count'])} of {number(native['valid_count'])} log-probabilities differ"
+        title = (
+            f"Native: {number(native['mismatch_count'])} of {number(native['valid_count'])} log-probabilities differ"
+        )
         lead = "Only the engines' own operators ran; there is no strict verdict."
     elif strict["bitwise_equal"]:
         good = True
         title = f"Equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
-        lead = "vLLM's log-probability of every valid token has the same bits as Megatron's, and as the training forward's."
+        lead = "vLLM's log-probability of every valid token has the bits of Megatron's, and of the training forward's."
     else:
         title = (
             f"Not equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
@@ -136,8 +139,8 @@ def _figures(summary: Mapping[str, Any]) -> str:
         rows.append(f"<tr><td>{escape(text)}</td>{''.join(tds)}</tr>")
     return (
         f'<h2>Counts</h2><div class="scroll"><table class="first"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
-        '<p class="note">Bits are compared as integers. Differences are train minus rollout, in nats. A mean close to zero is '
-        "not a count of zero, so the counts decide.</p>"
+        '<p class="note">Bits are compared as integers. Differences are train minus rollout, in nats. A mean close to '
+        "zero is not a count of zero, so the counts decide.</p>"
     )
 
 
@@ -226,13 +229,15 @@ def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
         if not body:
             body = '<tr><td colspan="5">No launch of our operators was reported by any worker.</td></tr>'
         out.append(
-            f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table><tr><th>boundary</th><th>kernel</th><th>layout</th>'
+            f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table><tr><th>boundary</th><th>kernel</th>'
+            "<th>layout</th>"
             f'<th class="n">launches, {workers.get("train", 0)} trainer ranks</th>'
             f'<th class="n">launches, {workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
         )
     if out:
         out.append(
-            '<p class="note">Counted inside the operators by each worker process; nothing here comes from configuration.</p>'
+            '<p class="note">Counted inside the operators by each worker process; nothing here comes from '
+            "configuration.</p>"
         )
     return "".join(out)
 
@@ -250,11 +255,19 @@ def _sync(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     more = f'<p class="note">The first 80 of {len(steps[arm])} steps.</p>' if len(steps[arm]) > 80 else ""
     return (
         f"<h2>Weight sync and time, {arm} arm</h2>"
-        f'<div class="legend">{legend}</div>{timeline("Seconds by phase; every step samples from the weights named", rows)}{more}'
+        f'<div class="legend">{legend}</div>'
+        f"{timeline('Seconds by phase; every step samples from the weights named', rows)}{more}"
     )
 
 
-def _contracts(manifest: Mapping[str, Any]) -> str:
+def _held(profile: Profile, evidence: Mapping[str, Any]) -> str:
+    reports = evidence.get("reports", {}).values()
+    ranks = sum(r.get("fingerprint") == profile.fingerprint for r in reports)
+    workers = sum(r.get("profile") == profile.fingerprint for r in reports)
+    return f", reported by {ranks} trainer ranks and {workers} engine workers" if ranks or workers else ""
+
+
+def _contracts(manifest: Mapping[str, Any], strict: Mapping[str, Any]) -> str:
     if "profile" not in manifest:
         return ""
     profile = Profile.from_dict(manifest["profile"])
@@ -264,8 +277,9 @@ def _contracts(manifest: Mapping[str, Any]) -> str:
         for name in sorted(profile.contracts)
     )
     return (
-        f'<h2>Contracts</h2><p class="note">Both engines published fingerprint <code>{profile.fingerprint}</code>; sides with '
-        f'different fingerprints are not compared.</p><div class="scroll"><table class="contract"><tr>{head}</tr>{body}</table></div>'
+        f'<h2>Contracts</h2><p class="note">Fingerprint <code>{profile.fingerprint}</code>{_held(profile, strict)}. '
+        f"Sides with different fingerprints are not compared.</p>"
+        f'<div class="scroll"><table class="contract"><tr>{head}</tr>{body}</table></div>'
     )
 
 

@@ -33,8 +33,8 @@ class StepSamples:
     Attributes:
         prompt_index, sample_index, prompt_length, length: int32 [samples]; ``length`` counts completion tokens.
         prompt_tokens: int32 [sum(prompt_length)]; tokens: int32 [sum(length)].
-        rollout, train, forward: fp32 [sum(length)], log-probability by the engine, by the scoring pass and by the training
-            forward; NaN with ``absent`` set where there is none.
+        rollout, train, forward: fp32 [sum(length)], log-probability by the engine, by the scoring pass and by the
+            training forward; NaN with ``absent`` set where there is none.
         absent: bool [sum(length)].
         reward: fp32 [samples].
     """

@@ -67,7 +67,7 @@ def lines(title: str, series: Sequence[Series], *, label: str = "step", zero: bo
     bottom, top = HEIGHT - _BOTTOM, _TOP
     gap = 22 if log and len(positive) < len(shown) else 0
     if log and positive:
-        low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+        low, high = float(math.floor(math.log10(min(positive)))), float(math.ceil(math.log10(max(positive))))
         high = max(high, low + 1)
     else:
         low, high = (min(shown), max(shown))
@@ -158,7 +158,7 @@ def timeline(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]
         for phase, seconds in phases:
             w = seconds / longest * (width - left - 60)
             out.append(
-                f'<rect class="phase p-{escape(phase)}" x="{x:.1f}" y="{y}" width="{max(w, 0.5):.1f}" height="{height}">'
+                f'<rect class="p-{escape(phase)}" x="{x:.1f}" y="{y}" width="{max(w, 0.5):.1f}" height="{height}">'
                 f"<title>{escape(phase)}: {seconds:.2f} s</title></rect>"
             )
             x += w
@@ -167,5 +167,6 @@ def timeline(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]
     total_height = 8 + len(rows) * (height + 4)
     return (
         f'<figure class="wide"><figcaption>{escape(title)}</figcaption>'
-        f'<svg viewBox="0 0 {width} {total_height}" role="img" aria-label="{escape(title)}">{"".join(out)}</svg></figure>'
+        f'<svg viewBox="0 0 {width} {total_height}" role="img" aria-label="{escape(title)}">{"".join(out)}</svg>'
+        "</figure>"
     )

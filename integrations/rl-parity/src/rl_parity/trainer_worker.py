@@ -1,4 +1,4 @@
-"""One trainer rank inside its worker process: Megatron-core behind plain calls, and the writing of weights for a push."""
+"""One trainer rank inside its worker process: Megatron-core behind plain calls, and the weights of a push."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -109,8 +109,9 @@ class LocalLauncher:
                 raise WorkerFailure(
                     open_calls[0].worker.describe(f"no answer within {timeout} s (waiting for {names})")
                 )
-            for connection in ready:
-                by_connection[connection].receive()
+            for connection, worker in by_connection.items():
+                if connection in ready:
+                    worker.receive()
 
     def close(self) -> None:
         for worker in self._workers:
