@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -14,10 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, reduce_from_ranks, tree_sum
+from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, reduce_from_ranks, shared_memory, tree_sum
 from rl_contract import Communicator, ContractError, MissingSupport, launches, reset_launches
 
+TRANSPORT = "shared_memory"
 SIZES = (1, 7, 4095, 4096, 4097, 300_001)
+
+
+def make(group=None, **kw):
+    comm = TreeCommunicator(group, transport=TRANSPORT, **kw)
+    assert comm.world_size == 1 or comm.transport == TRANSPORT
+    return comm
 
 
 def partials(world, shape, seed=0):
@@ -31,7 +39,7 @@ def same_bits(a, b):
 
 
 def check_reductions(rank, world):
-    one, two = TreeCommunicator(two_shot_bytes=1 << 40), TreeCommunicator(two_shot_bytes=0)
+    one, two = make(two_shot_bytes=1 << 40), make(two_shot_bytes=0)
     assert isinstance(one, Communicator)
     for n in SIZES:
         x = partials(world, (n,), seed=n)
@@ -43,7 +51,7 @@ def check_reductions(rank, world):
                 everyone = comm.all_gather(got.reshape(1, -1))
                 assert all(same_bits(row, want) for row in everyone)
     # R35: a hidden size that is no multiple of 8, tokens on either side of the two-shot size
-    edge = TreeCommunicator(two_shot_bytes=4 * 100 * 101)
+    edge = make(two_shot_bytes=4 * 100 * 101)
     for tokens in (99, 100, 101):
         x = partials(world, (tokens, 101))
         assert same_bits(edge.all_reduce(x[rank]), tree_sum(x))
@@ -57,7 +65,7 @@ def check_reductions(rank, world):
 
 def check_r38_size_never_decides(rank, world):
     """The rows two calls of different size share have the same bits."""
-    comm = TreeCommunicator(two_shot_bytes=4 * 1800 * 320)
+    comm = make(two_shot_bytes=4 * 1800 * 320)
     x = partials(world, (2048, 320))
     small, large = comm.all_reduce(x[rank, :1664]), comm.all_reduce(x[rank])
     forms = {row["plan"] for row in launches() if row["kernel"].endswith("all_reduce")}
@@ -66,7 +74,7 @@ def check_r38_size_never_decides(rank, world):
 
 
 def check_movement(rank, world):
-    comm = TreeCommunicator()
+    comm = make()
     for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.uint8, torch.float32):
         x = torch.arange(rank * 30, rank * 30 + 30).reshape(5, 6).to(dtype)
         for dim in (0, 1, -1):
@@ -84,7 +92,7 @@ def check_movement(rank, world):
 
 def check_backward(rank, world):
     """R41: each wrapper's gradient is that of the function of all ranks' inputs, nothing summed twice."""
-    comm = TreeCommunicator()
+    comm = make()
     g = torch.Generator().manual_seed(7)
     x = torch.randn(6, 4 * world, generator=g)
     w = torch.randn(4 * world, 5, generator=g)
@@ -116,7 +124,7 @@ def check_backward(rank, world):
 
 
 def check_refusals(rank, world):
-    comm = TreeCommunicator()
+    comm = make()
     last = world - 1
     cases = [
         (
@@ -144,7 +152,7 @@ def check_refusals(rank, world):
 
 def check_groups(rank, world):
     solo = [dist.new_group([r]) for r in range(world)][rank]
-    alone = TreeCommunicator(solo)
+    alone = make(solo)
     assert alone.world_size == 1
     x = torch.randn(5)
     assert same_bits(alone.all_reduce(x, out_dtype=torch.bfloat16), x.bfloat16())
@@ -162,26 +170,77 @@ def check_groups(rank, world):
 
 def check_compiled(rank, world):
     """A compiler sees one opaque op."""
-    comm = TreeCommunicator()
+    comm = make()
     x = partials(world, (3, 8))
     compiled = torch.compile(lambda p: comm.all_reduce(p * 1.0, out_dtype=torch.bfloat16) + 0, backend="eager")
     assert same_bits(compiled(x[rank]), tree_sum(x, torch.bfloat16))
 
 
-CHECKS = [check_reductions, check_r38_size_never_decides, check_movement, check_backward, check_refusals, check_groups]
+def check_choice(rank, world):
+    assert TreeCommunicator().transport == "shared_memory"
+    with pytest.raises(ContractError, match="transport='nccl'"):
+        TreeCommunicator(transport="nccl")
+    assert not [f for f in os.listdir("/dev/shm") if f.startswith("rl-comm-")] or rank
+    # a rank that cannot map the memory decides for all
+    real = shared_memory._open
+    shared_memory._open = (lambda path, size: None) if rank == world - 1 else real
+    assert TreeCommunicator().transport == "gloo"
+    with pytest.raises(MissingSupport, match="all ranks on one host"):
+        TreeCommunicator(transport="shared_memory")
+    shared_memory._open = real
+
+
+def check_many_small_calls(rank, world):
+    """Ranks that run ahead never overwrite what a slower rank still reads."""
+    comm = make()
+    for i in range(200):
+        if i % world == rank:
+            time.sleep(0.0005)
+        assert float(comm.all_reduce(torch.full((3,), float(rank + i)))[1]) == sum(range(world)) + world * i
+
+
+def check_ended_peer(rank, world):
+    """The last check: rank 1 leaves, and its peers are told so instead of waiting."""
+    comm = make(timeout_s=30)
+    comm.barrier()
+    if rank == 1:
+        return
+    with pytest.raises(RuntimeError, match=r"rank 1 .* has ended"):
+        comm.all_reduce(torch.ones(3))
+
+
+def check_absent_peer(rank, world):
+    comm = make(timeout_s=1)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 did not make this call within 1 s"):
+            comm.all_reduce(torch.ones(3))
+    dist.barrier()
+
+
+CHECKS = [check_reductions, check_r38_size_never_decides, check_movement, check_refusals, check_many_small_calls]
+ONCE = [check_backward, check_groups, check_choice]
 
 
 def run_rank(rank, world, folder):
+    global TRANSPORT
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     reset_launches()
-    for check in CHECKS + ([check_compiled] if world == 2 else []):
+    for check in CHECKS + ONCE + ([check_compiled, check_absent_peer] if world == 2 else []):
         check(rank, world)
+    if world < 8:
+        TRANSPORT = "gloo"
+        for check in CHECKS:
+            check(rank, world)
+        TRANSPORT = "shared_memory"
     if rank == 0:
         with open(os.path.join(folder, "launches.json"), "w") as f:
             json.dump(launches(), f)
+    if world == 2:
+        check_ended_peer(rank, world)
+        return
     dist.destroy_process_group()
 
 
@@ -193,7 +252,8 @@ def test_layout_ranks_equal_the_tree(world, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads((tmp_path / "launches.json").read_text())
     kernels = {row["kernel"] for row in rows}
-    assert {"rl_comm.gloo.all_reduce", "rl_comm.gloo.reduce_scatter", "rl_comm.gloo.all_gather"} <= kernels
+    for transport in ("shared_memory", "gloo") if world < 8 else ("shared_memory",):
+        assert {f"rl_comm.{transport}.{op}" for op in ("all_reduce", "reduce_scatter", "all_gather")} <= kernels
     assert {row["layout"] for row in rows} == {f"world{world}"}
 
 

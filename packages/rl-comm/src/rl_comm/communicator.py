@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 
 from rl_comm.mover import DTYPES, MAX_DIMS, Call, GlooMover, as_bytes
+from rl_comm.shared_memory import SharedMemoryMover, connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
+
+TRANSPORTS = ("auto", "gloo", "shared_memory")
 
 _live: "weakref.WeakValueDictionary[int, TreeCommunicator]" = weakref.WeakValueDictionary()
 _handles = itertools.count()
@@ -24,14 +27,20 @@ class TreeCommunicator:
 
     Args:
         group: a gloo process group; ``None`` is the default group.
+        transport: ``auto`` takes shared memory where all ranks are processes of one host, else gloo;
+            ``shared_memory`` and ``gloo`` insist. Chosen here, once, for every call.
         two_shot_bytes: size of the fp32 partial from which on two steps are taken.
+        timeout_s: how long a rank waits for a peer over shared memory; gloo has the process group's own timeout.
 
     Raises:
-        MissingSupport: torch.distributed is not initialised, or the group's backend is not gloo.
+        MissingSupport: torch.distributed is not initialised, the group's backend is not gloo, or shared memory was
+            asked for and some rank cannot reach it.
         ContractError: a world size other than 1, 2, 4, 8, or a process outside the group.
     """
 
-    def __init__(self, group: Any = None, *, two_shot_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, group: Any = None, *, transport: str = "auto", two_shot_bytes: int = 1 << 20, timeout_s: float = 1800.0
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise MissingSupport(
                 "TreeCommunicator needs an initialised torch.distributed; call init_process_group first, "
@@ -55,9 +64,25 @@ class TreeCommunicator:
                 "make one with torch.distributed.new_group(backend='gloo')"
             )
         self.two_shot_bytes = two_shot_bytes
-        self._mover = GlooMover(group, self.rank, self.world_size)
+        self._mover = self._connect(group, transport, timeout_s)
         self._handle = next(_handles)
         _live[self._handle] = self
+
+    def _connect(self, group: Any, transport: str, timeout_s: float) -> GlooMover | SharedMemoryMover:
+        if transport not in TRANSPORTS:
+            raise ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
+        gloo = GlooMover(group, self.rank, self.world_size)
+        shared = connect(gloo, timeout_s) if transport != "gloo" and self.world_size > 1 else None
+        if transport == "shared_memory" and shared is None and self.world_size > 1:
+            raise MissingSupport(
+                "transport='shared_memory' needs Linux, all ranks on one host and room in /dev/shm; use 'auto'"
+            )
+        return shared or gloo
+
+    @property
+    def transport(self) -> str:
+        """``gloo`` or ``shared_memory``: what moves the bytes."""
+        return self._mover.name
 
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tree sum of fp32 ``partial``, rounded once to ``out_dtype`` (default fp32); same bits on every rank.
@@ -191,7 +216,9 @@ def _unmovable(call: Call, x: torch.Tensor) -> Exception | None:
     if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
         return ContractError(f"{call.op} got {x.dtype} in {x.dim()} dimensions, supported: {DTYPES}, up to {MAX_DIMS}")
     if call.device != "cpu":
-        return MissingSupport(f"{call.op} over gloo got a tensor on {call.device}, supported: cpu; move it to the CPU")
+        return MissingSupport(
+            f"{call.op} over ranks of a CPU group got a tensor on {call.device}, supported: cpu; move it to the CPU"
+        )
     return None
 
 

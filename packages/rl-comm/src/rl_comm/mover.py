@@ -6,7 +6,6 @@ a small payload costs one exchange.
 """
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -119,15 +118,18 @@ class GlooMover:
         block[HEADER_BYTES : HEADER_BYTES + head.numel()] = head
         blocks = torch.empty(self.world_size, BLOCK_BYTES, dtype=torch.uint8)
         dist.all_to_all_single(blocks, block.repeat(self.world_size), group=self.group)
-        headers = blocks[:, :HEADER_BYTES].contiguous().view(torch.int64)
-        if not bool((headers == headers[0]).all()):
-            self._refuse(headers.tolist())
+        check_headers(blocks[:, :HEADER_BYTES])
         return blocks
 
-    def _refuse(self, headers: list[list[int]]) -> NoReturn:
-        other = next(r for r, words in enumerate(headers) if words != headers[0])
-        raise ContractError(
-            f"ranks make different calls: rank 0 has {Call.of(headers[0])}, "
-            f"rank {other} has {Call.of(headers[other])}; "
-            "every rank of a group must make the same call with one shape and dtype"
-        )
+
+def check_headers(headers: torch.Tensor) -> None:
+    """headers uint8 [world_size, HEADER_BYTES]: refuse, naming the first rank whose call differs from rank 0's."""
+    words = headers.contiguous().view(torch.int64)
+    if bool((words == words[0]).all()):
+        return
+    calls = words.tolist()
+    other = next(r for r, call in enumerate(calls) if call != calls[0])
+    raise ContractError(
+        f"ranks make different calls: rank 0 has {Call.of(calls[0])}, rank {other} has {Call.of(calls[other])}; "
+        "every rank of a group must make the same call with one shape and dtype"
+    )

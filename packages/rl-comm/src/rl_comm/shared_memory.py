@@ -1,0 +1,218 @@
+"""Moving bytes between ranks of one host through shared memory; as in ``mover``, nothing here adds.
+
+Each rank owns a slot in each of two buffers, used in turn. In one round a rank writes its slot, posts a semaphore to
+every peer, waits for one of every peer, and reads. A rank enters round k + 2, where it writes over what it wrote in
+round k, only after every peer has posted round k + 1, hence finished reading round k. A waiting rank sleeps, so many
+ranks can share a core.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import threading
+import time
+
+import torch
+
+from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_headers
+from rl_contract import MissingSupport
+
+SLOT_BYTES = 1 << 18
+_SEMAPHORE_BYTES = 64
+_PATH_BYTES = 256
+# how often a waiting rank looks whether the peer it waits for still lives
+_LOOK_SECONDS = 2
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _libc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        return libc if hasattr(libc, "sem_timedwait") else None
+    except OSError:
+        return None
+
+
+def connect(gloo: GlooMover, timeout_s: float) -> "SharedMemoryMover | None":
+    """A mover over shared memory if every rank can reach it, else None; the same answer on every rank."""
+    world = gloo.world_size
+    size = world * world * _SEMAPHORE_BYTES + 2 * world * SLOT_BYTES
+    path, memory, libc = "", None, _libc()
+    if gloo.rank == 0 and libc is not None:
+        path = _create(size)
+    encoded = torch.zeros(_PATH_BYTES, dtype=torch.uint8)
+    encoded[: len(path.encode())] = torch.frombuffer(bytearray(path.encode()), dtype=torch.uint8) if path else 0
+    path = bytes(gloo.broadcast(_call("path"), encoded, 0).tolist()).rstrip(b"\0").decode()
+    if path and libc is not None:
+        memory = _open(path, size)
+    # a world that spans hosts, or containers with their own shared memory, sees a rank without it
+    mine = torch.tensor([os.getpid() if memory is not None else 0, _pid_namespace()])
+    pids, namespaces = gloo.gather(_call("pid"), mine.view(torch.uint8)).contiguous().view(torch.int64).T.tolist()
+    if gloo.rank == 0 and path:
+        os.unlink(path)
+    if memory is None or libc is None or 0 in pids:
+        return None
+    mover = SharedMemoryMover(gloo, memory, libc, pids if len(set(namespaces)) == 1 else None, timeout_s)
+    gloo.gather(_call("ready"), torch.zeros(0, dtype=torch.uint8))
+    return mover
+
+
+def _call(step: str) -> Call:
+    return Call("barrier", torch.uint8, torch.uint8, ("path", "pid", "ready").index(step), ())
+
+
+def _pid_namespace() -> int:
+    # process ids of another namespace say nothing here
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return -os.getpid()
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            # the state follows the name, which may hold anything but ends at the last parenthesis
+            return f.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _create(size: int) -> str:
+    try:
+        handle, path = tempfile.mkstemp(prefix="rl-comm-", dir="/dev/shm")
+    except OSError:
+        return ""
+    try:
+        # room is taken now: a full file system is an answer here and a crash at the first write
+        os.posix_fallocate(handle, 0, size)
+    except OSError:
+        os.unlink(path)
+        return ""
+    finally:
+        os.close(handle)
+    return path
+
+
+def _open(path: str, size: int) -> mmap.mmap | None:
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(handle, size)
+    finally:
+        os.close(handle)
+
+
+class SharedMemoryMover:
+    """The interface of ``GlooMover`` over one shared mapping, whose name is gone: nothing outlives the ranks."""
+
+    name = "shared_memory"
+
+    def __init__(
+        self, gloo: GlooMover, memory: mmap.mmap, libc: ctypes.CDLL, pids: list[int] | None, timeout_s: float
+    ) -> None:
+        self.rank, self.world_size = gloo.rank, gloo.world_size
+        self._memory, self._libc, self._pids, self._timeout_s = memory, libc, pids, timeout_s
+        world = self.world_size
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
+        self._base = raw.data_ptr()
+        self._buffers = raw[world * world * _SEMAPHORE_BYTES :].view(2, world, SLOT_BYTES)
+        self._round = 0
+        self._lock = threading.Lock()
+        self._peers = [(self.rank + i) % world for i in range(1, world)]
+        for peer in self._peers:
+            # the receiver makes the semaphore; nobody posts before every rank is here
+            if libc.sem_init(self._semaphore(peer, self.rank), 1, 0):
+                raise MissingSupport(f"shared semaphores: {os.strerror(ctypes.get_errno())}; use transport='gloo'")
+
+    def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
+        with self._lock:
+            room = SLOT_BYTES - HEADER_BYTES
+            n = payload.numel()
+            slots = self._exchange(payload[:room], call)
+            if n <= room:
+                return slots[:, HEADER_BYTES : HEADER_BYTES + n].clone()
+            out = payload.new_empty(self.world_size, n)
+            out[:, :room] = slots[:, HEADER_BYTES:]
+            for begin in range(room, n, SLOT_BYTES):
+                part = payload[begin : begin + SLOT_BYTES]
+                out[:, begin : begin + len(part)] = self._exchange(part)[:, : len(part)]
+            return out
+
+    def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""
+        with self._lock:
+            world, n = payload.shape
+            self._exchange(payload[0, :0], call)
+            out = torch.empty_like(payload)
+            width = SLOT_BYTES // world
+            for begin in range(0, n, width):
+                part = payload[:, begin : begin + width]
+                slots = self._exchange(part.reshape(-1))
+                columns = part.shape[1]
+                out[:, begin : begin + columns] = slots[:, self.rank * columns : (self.rank + 1) * columns]
+            return out
+
+    def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor:
+        """The source rank's ``payload``."""
+        with self._lock:
+            self._exchange(payload[:0], call)
+            out = torch.empty_like(payload)
+            for begin in range(0, payload.numel(), SLOT_BYTES):
+                part = payload[begin : begin + SLOT_BYTES]
+                slots = self._exchange(part if self.rank == source else part[:0])
+                out[begin : begin + len(part)] = slots[source, : len(part)]
+            return out
+
+    def _exchange(self, part: torch.Tensor, call: Call | None = None) -> torch.Tensor:
+        """One round: all slots [world_size, SLOT_BYTES], to be read before the next round."""
+        slots = self._buffers[self._round % 2]
+        self._round += 1
+        mine, begin = slots[self.rank], 0
+        if call is not None:
+            mine[:HEADER_BYTES] = torch.tensor(call.words(), dtype=torch.int64).view(torch.uint8)
+            begin = HEADER_BYTES
+        mine[begin : begin + part.numel()] = part
+        for peer in self._peers:
+            self._libc.sem_post(self._semaphore(self.rank, peer))
+        for peer in self._peers:
+            self._wait(peer)
+        if call is not None:
+            check_headers(slots[:, :HEADER_BYTES])
+        return slots
+
+    def _semaphore(self, sender: int, receiver: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._base + (sender * self.world_size + receiver) * _SEMAPHORE_BYTES)
+
+    def _wait(self, peer: int) -> None:
+        semaphore = self._semaphore(peer, self.rank)
+        if self._libc.sem_trywait(semaphore) == 0:
+            return
+        give_up = time.monotonic() + self._timeout_s
+        while True:
+            until = time.time() + _LOOK_SECONDS
+            spec = _TimeSpec(int(until), int(until % 1 * 1e9))
+            if self._libc.sem_timedwait(semaphore, ctypes.byref(spec)) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in (errno.ETIMEDOUT, errno.EINTR):
+                raise RuntimeError(f"waiting for rank {peer}: {os.strerror(code)}")
+            if code == errno.ETIMEDOUT:
+                self._look(peer, give_up)
+
+    def _look(self, peer: int, give_up: float) -> None:
+        if self._pids is not None and _has_ended(self._pids[peer]):
+            raise RuntimeError(f"rank {peer} (process {self._pids[peer]}) has ended; restart the group")
+        if time.monotonic() > give_up:
+            raise RuntimeError(
+                f"rank {peer} did not make this call within {self._timeout_s:g} s; "
+                "every rank must make every call; look at what it does instead"
+            )
