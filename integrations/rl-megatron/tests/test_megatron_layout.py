@@ -19,6 +19,7 @@ CASES = {"qwen3": ("Qwen3ForCausalLM", False), "llama": ("LlamaForCausalLM", Tru
 ADVANTAGES = [1.0, -0.5, 2.0, 0.3, -1.25]
 STEPS = 3
 WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+NATIVE_WORLDS = [(1, 1), (2, 2)]
 
 
 class Worlds:
@@ -53,6 +54,9 @@ class Worlds:
                 }
                 for name, (path, profile) in self.cases.items()
             }
+            if (tp, cp) in NATIVE_WORLDS:
+                native = job["qwen3"]["trainer"] | {"mode": "native"}
+                job["native"] = job["qwen3"] | {"trainer": native, "budgets": ()}
             self.done[tp, cp] = self.tiny.run_world(self.folder / f"tp{tp}cp{cp}", tp * cp, job)
         return self.done[tp, cp]
 
@@ -124,6 +128,13 @@ def test_context_parallel_gradient_is_that_of_one_rank(worlds: Worlds, tp: int, 
     assert got["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_context_parallel_gradients_match_parameter_by_parameter(worlds: Worlds, case: str) -> None:
+    one, got = worlds(1, 1)[0][case]["grads"], worlds(1, 2)[0][case]["grads"]
+    for name, grad in one.items():
+        assert (got[name] - grad).norm() < 1e-5 * grad.norm(), name
+
+
 def test_context_parallel_trajectory_depends_on_cp_alone(worlds: Worlds) -> None:
     a, b = worlds(1, 2)[0]["qwen3"], worlds(2, 2)[0]["qwen3"]
     assert [s["loss"] for s in a["steps"]] == [s["loss"] for s in b["steps"]]
@@ -146,3 +157,22 @@ def test_saved_folder_loads_at_another_tp(worlds: Worlds, case: str) -> None:
     weights = worlds(4, 1)[0][case]["weights"]
     assert saved.keys() == weights.keys()
     assert all(torch.equal(saved[n], weights[n]) for n in saved)
+
+
+@pytest.mark.parametrize(("tp", "cp"), NATIVE_WORLDS)
+def test_native_world_scores_near_strict_with_other_bits(worlds: Worlds, tp: int, cp: int) -> None:
+    for rank in worlds(tp, cp):
+        native = rank["native"]
+        assert native["report"]["substitutions"]
+        got, strict = np.concatenate(native["scores"]), np.concatenate(rank["qwen3"]["scores"])
+        assert np.mean(got != strict) > 0.5
+        assert np.abs(got - strict).mean() < 0.1
+
+
+def test_native_gradients_are_those_of_one_rank(worlds: Worlds) -> None:
+    one, ranks = worlds(1, 1)[0]["native"], [rank["native"] for rank in worlds(2, 2)]
+    assert ranks[0]["steps"][0]["grad_norm"] == pytest.approx(one["steps"][0]["grad_norm"], rel=0.05)
+    for name, grad in one["grads"].items():
+        if "layernorm" in name:
+            assert all(torch.equal(ranks[0]["grads"][name], r["grads"][name]) for r in ranks), name
+            assert (ranks[0]["grads"][name] - grad).norm() < 0.1 * grad.norm(), name

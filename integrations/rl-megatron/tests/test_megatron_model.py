@@ -3,11 +3,14 @@
 import importlib.util
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import rl_attn
+import rl_gemm
 from rl_contract import ContractError
 from rl_megatron import (
     LossConfig,
@@ -18,6 +21,7 @@ from rl_megatron import (
     StrictOptimizer,
     build_model,
     grpo_loss,
+    layers,
     logprobs,
     micro_batches,
 )
@@ -149,10 +153,48 @@ def test_rotary_table_survives_conversion_of_the_module(one_rank: None, tiny: An
     table.cos.copy_(table.cos.bfloat16().float())
     with torch.no_grad():
         spoiled = torch.cat(list(logprobs(model, batch)))
-    from rl_megatron import layers
-
     layers._rope_table.cache_clear()
     assert not torch.equal(bits(before), bits(spoiled))
+
+
+def _reversed_row(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, leaves: int, comm: Any = None) -> torch.Tensor:
+    return rl_gemm.linear(x.flip(-1).contiguous(), weight.flip(-1).contiguous(), bias, leaves=leaves)
+
+
+def _other_tiles(*args: Any, key_tile: int, segment: int, **kwargs: Any) -> Any:
+    return rl_attn.context_parallel_attention(*args, key_tile=16, segment=16, **kwargs)
+
+
+def _norm_of_reversed(x: torch.Tensor, weight: torch.Tensor, eps: float, **kwargs: Any) -> Any:
+    rows = x.float()
+    scale = torch.rsqrt(rows.flip(-1).square().cumsum(-1)[..., -1:] / x.shape[-1] + eps)
+    return (rows * scale * weight.float()).to(x.dtype)
+
+
+PLANTED = [
+    ("rl_gemm.row_parallel_linear", _reversed_row),
+    ("rl_attn.context_parallel_attention", _other_tiles),
+    ("rl_norm.rms_norm", _norm_of_reversed),
+]
+
+
+@pytest.mark.parametrize(("boundary", "kernel"), PLANTED)
+def test_a_misordered_kernel_shows_in_the_log_probabilities(
+    one_rank: None, tiny: Any, monkeypatch: pytest.MonkeyPatch, boundary: str, kernel: Any
+) -> None:
+    # in fp32, because one ulp of a sum of squares seldom survives the rounding to bf16
+    _, _, model = make(tiny, "Qwen3ForCausalLM", False, dtype="float32")
+    batch = pack(tiny.tiny_samples(97, ((40, 60), (5, 90))))
+    with torch.no_grad():
+        right = torch.cat(list(logprobs(model, batch)))
+        # the module's own view of its operators, so that the planted kernel may call the right one
+        package, name = boundary.split(".")
+        namespace = SimpleNamespace(**vars(getattr(layers, package)))
+        setattr(namespace, name, kernel)
+        monkeypatch.setattr(layers, package, namespace)
+        wrong = torch.cat(list(logprobs(model, batch)))
+    assert (right != wrong).any()
+    assert (right - wrong).abs().max() < 1e-3, "the planted kernel must be a plausible one"
 
 
 def test_native_runs_stock_modules_and_other_bits(one_rank: None, tiny: Any) -> None:
@@ -225,6 +267,7 @@ BAD_CONFIGS = [
     ({"attention_bias": True}, "attention_bias"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
 ]
@@ -269,3 +312,22 @@ def test_optimizer_settings_out_of_range_are_refused() -> None:
         OptimizerConfig(betas=(0.9, 1.0))
     with pytest.raises(ContractError, match="clip_low"):
         LossConfig(clip_low=1.5)
+
+
+def test_both_spellings_of_rope_are_one(tiny: Any) -> None:
+    rule = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rule["original_max_position_embeddings"] = 8192
+    old = tiny.tiny_config(rope_theta=5e5, rope_scaling=rule)
+    new = tiny.tiny_config(rope_parameters={"rope_theta": 5e5, **rule})
+    del new["rope_theta"]
+    assert ModelConfig.from_hf(old).rope == ModelConfig.from_hf(new).rope == {"theta": 5e5, "rotary_dim": 32, **rule}
+
+
+def test_native_refuses_a_rope_rule_that_megatron_has_fixed(one_rank: None, tiny: Any) -> None:
+    config = tiny.tiny_config(
+        rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+    )
+    profile = tiny.tiny_profile(config, rope=dict(ModelConfig.from_hf(config).rope))
+    build_model(config, profile, ParallelConfig())
+    with pytest.raises(ContractError, match="yarn"):
+        build_model(config, profile, ParallelConfig(), mode="native")

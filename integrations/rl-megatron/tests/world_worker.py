@@ -33,6 +33,7 @@ def run_case(folder: Path, rank: int, name: str, case: dict[str, Any]) -> dict[s
         ref = trainer.reference_logprobs(samples)
         step = trainer.train_step(samples, case["advantages"], old, ref_logprobs=ref)
         out["steps"].append({**step, "old": old, "ref": ref})
+        out.setdefault("grads", {n: s.grad.clone() for n, s in trainer.optimizer._states.items()})
     out["state"] = {n: s.master for n, s in trainer.optimizer._states.items()}
     if case.get("export"):
         out["weights"] = trainer.export_weights()

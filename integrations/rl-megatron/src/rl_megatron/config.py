@@ -10,6 +10,7 @@ ARCHITECTURES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported ``architectures`` entries, and whether the model has q/k norms."""
 
 CP_SIZES = (1, 2, 4)
+ROPE_TYPES = ("default", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,9 @@ class ModelConfig:
             raise ContractError(_refusal(problems))
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        # transformers' Qwen3 default does not follow the hidden size
+        default_dim = 128 if names[0] == "Qwen3ForCausalLM" else int(config["hidden_size"]) // heads
+        head_dim = int(config.get("head_dim") or default_dim)
         model = cls(
             architecture=names[0],
             hidden_size=int(config["hidden_size"]),
@@ -161,28 +164,29 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"attention_dropout={config['attention_dropout']}, supported: 0")
     if config.get("quantization_config"):
         problems.append("quantization_config (quantised weights)")
-    if float(config.get("partial_rotary_factor") or 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor={config['partial_rotary_factor']}, supported: 1.0")
-    scaling = _rope_parameters(config)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        problems.append(f"rope_type={kind!r}, supported: 'default', 'llama3'")
+    rule = _rope_parameters(config)
+    partial = float(rule.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    if partial != 1.0:
+        problems.append(f"partial_rotary_factor={partial}, supported: 1.0")
+    if rule["rope_type"] not in ROPE_TYPES:
+        problems.append(f"rope_type={rule['rope_type']!r}, supported: {ROPE_TYPES}")
     return problems
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     # older checkpoints spell it rope_scaling and keep rope_theta beside it
-    return dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rule = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rule.pop("rope_type", None) or rule.pop("type", None) or "default"
+    rule.pop("type", None)
+    return {"rope_type": kind, **{k: v for k, v in sorted(rule.items()) if v is not None}}
 
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    parameters = _rope_parameters(config)
-    theta = parameters.pop("rope_theta", config.get("rope_theta", 10000.0))
+    rule = _rope_parameters(config)
+    theta = rule.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    rule.pop("partial_rotary_factor", None)
     rope: dict[str, Any] = {"theta": float(theta), "rotary_dim": head_dim}
-    kind = parameters.pop("rope_type", parameters.pop("type", "default"))
-    if kind != "default":
-        rope |= {"rope_type": kind, **parameters}
-    return rope
+    return rope if rule["rope_type"] == "default" else rope | rule
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

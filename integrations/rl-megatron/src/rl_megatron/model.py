@@ -127,10 +127,17 @@ def _qualified(part: Any) -> str:
 
 
 def _native_rope(config: ModelConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rotary_base": int(config.rope["theta"])}
-    if "rope_type" in config.rope:
-        rope |= {"rope_scaling": True, "rope_scaling_factor": float(config.rope["factor"])}
-    return rope
+    rope: dict[str, Any] = {"rotary_base": config.rope["theta"]}
+    rule = {k: v for k, v in config.rope.items() if k not in ("theta", "rotary_dim")}
+    if not rule:
+        return rope
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if rule["rope_type"] != "llama3" or any(rule.get(k) != v for k, v in fixed.items()):
+        raise ContractError(
+            f"Megatron-core's own rotary module does not know {rule}; supported natively: llama3 with {fixed}; "
+            "run the strict arm alone"
+        )
+    return rope | {"rope_scaling": True, "rope_scaling_factor": float(rule["factor"])}
 
 
 def _transformer_config(

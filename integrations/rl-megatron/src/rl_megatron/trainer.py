@@ -80,8 +80,12 @@ class TrainerRank:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         topology.start(self.rank, self.parallel, self.init_method)
-        self._model = build_model(self._hf_config, self.profile, self.parallel, mode=self.mode)
-        checkpoint.load_hf(self._model, self.hf_path)
+        try:
+            self._model = build_model(self._hf_config, self.profile, self.parallel, mode=self.mode)
+            checkpoint.load_hf(self._model, self.hf_path)
+        except BaseException:
+            self.close()
+            raise
         self._model.train()
         self._optimizer = StrictOptimizer(self._model, self.optimizer_config)
         return self.report()
