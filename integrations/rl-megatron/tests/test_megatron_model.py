@@ -1,5 +1,6 @@
 """One rank: accuracy against fp64, packing, the training forward, bad input, native against strict."""
 
+import copy
 import importlib.util
 import math
 from pathlib import Path
@@ -251,6 +252,75 @@ def test_masked_tokens_hold_anything_without_effect(one_rank: None, tiny: Any) -
         norms.append((float(loss.value), optimizer.grad_norm()))
     assert norms[0] == norms[1]
     assert math.isfinite(norms[0][1])
+
+
+@pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_gradients_without_main_grad_are_main_grad_rounded(one_rank: None, tiny: Any, arch: str) -> None:
+    _, _, model = make(tiny, arch, False)
+    batch = pack(tiny.tiny_samples(97, LENGTHS))
+    torch.cat(list(logprobs(model, batch))).sum().backward()
+    plain = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    optimizer = StrictOptimizer(model)
+    torch.cat(list(logprobs(model, batch))).sum().backward()
+    for name, state in optimizer._states.items():
+        assert plain[name].any(), name
+        assert torch.equal(plain[name].view(torch.int16), state.grad.bfloat16().view(torch.int16)), name
+
+
+def test_repeat_and_threads_leave_every_bit(one_rank: None, tiny: Any) -> None:
+    _, _, model = make(tiny, "Qwen3ForCausalLM", True)
+    batch = pack(tiny.tiny_samples(97, (*LENGTHS, (100, 200))))
+    runs = []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            optimizer = StrictOptimizer(model)
+            values = torch.cat(list(logprobs(model, batch)))
+            values.sum().backward()
+            runs.append((bits(values), optimizer.grad_norm(), [bits(s.grad) for s in optimizer._states.values()]))
+    finally:
+        torch.set_num_threads(1)
+    for other in runs[1:]:
+        assert torch.equal(runs[0][0], other[0])
+        assert runs[0][1] == other[1]
+        assert all(torch.equal(a, b) for a, b in zip(runs[0][2], other[2]))
+
+
+def test_gradient_that_is_not_finite_changes_nothing(one_rank: None, tiny: Any) -> None:
+    _, tensors, model = make(tiny, "LlamaForCausalLM", False)
+    optimizer = StrictOptimizer(model, OptimizerConfig(lr=1e-2))
+    for state in optimizer._states.values():
+        state.grad.fill_(1.0)
+    next(iter(optimizer._states.values())).grad[3, 3] = math.inf
+    assert optimizer.step()["skipped"]
+    exported = export_hf(model) or {}
+    assert optimizer.steps == 0
+    assert all(torch.equal(exported[n], tensors[n]) for n in tensors)
+
+
+def test_optimizer_state_resumes_bit_for_bit(one_rank: None, tiny: Any) -> None:
+    batch = pack(tiny.tiny_samples(97, LENGTHS))
+
+    def step(model: Any, optimizer: StrictOptimizer) -> None:
+        optimizer.zero_grad()
+        torch.cat(list(logprobs(model, batch))).mean().backward()
+        optimizer.step()
+
+    _, _, model = make(tiny, "Qwen3ForCausalLM", False)
+    optimizer = StrictOptimizer(model, OptimizerConfig(lr=1e-3))
+    step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(model, optimizer)
+    _, _, resumed = make(tiny, "Qwen3ForCausalLM", False)
+    other = StrictOptimizer(resumed, OptimizerConfig(lr=1e-3))
+    other.load_state_dict(saved)
+    step(resumed, other)
+    want, got = export_hf(model) or {}, export_hf(resumed) or {}
+    assert all(torch.equal(want[n].view(torch.int16), got[n].view(torch.int16)) for n in want)
+    del saved["state"]["decoder.final_layernorm.weight"]
+    with pytest.raises(ContractError, match="final_layernorm"):
+        other.load_state_dict(saved)
 
 
 def test_unloaded_model_is_nan_everywhere(one_rank: None, tiny: Any) -> None:

@@ -34,6 +34,14 @@ def run_case(folder: Path, rank: int, name: str, case: dict[str, Any]) -> dict[s
         step = trainer.train_step(samples, case["advantages"], old, ref_logprobs=ref)
         out["steps"].append({**step, "old": old, "ref": ref})
         out.setdefault("grads", {n: s.grad.clone() for n, s in trainer.optimizer._states.items()})
+    if case.get("steps"):
+        # one sample a micro-batch: with CP a rank may then hold no scored row at all
+        trainer.token_budget = 1
+        old = trainer.logprobs(samples)
+        out["micro"] = {
+            **trainer.train_step(samples, case["advantages"], old, ref_logprobs=trainer.reference_logprobs(samples)),
+            "old": old,
+        }
     out["state"] = {n: s.master for n, s in trainer.optimizer._states.items()}
     if case.get("export"):
         out["weights"] = trainer.export_weights()

@@ -51,7 +51,7 @@ def start(rank: int, parallel: ParallelConfig, init_method: str) -> None:
             "this process already holds a Megatron parallel state; call topology.stop() or use a fresh process"
         )
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=parallel.world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
