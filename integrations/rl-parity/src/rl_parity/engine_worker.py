@@ -15,6 +15,7 @@ class EngineWorker:
         model: checkpoint folder.
         profile: ``Profile.to_dict()``.
         max_num_seqs: most requests in flight, at least the engine's share of a step.
+        kv_blocks: blocks of the paged cache; None takes all the memory that vLLM reserves.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class EngineWorker:
         tp: int,
         max_model_len: int,
         max_num_seqs: int,
+        kv_blocks: int | None,
     ) -> None:
         from vllm import LLM
 
@@ -44,7 +46,7 @@ class EngineWorker:
             max_num_seqs=max_num_seqs,
             enforce_eager=True,
             disable_log_stats=True,
-            disable_custom_all_reduce=True,
+            num_gpu_blocks_override=kv_blocks,
         )
         # held open for the process's life: vLLM starts its workers lazily in places
         self._environment = ExitStack()

@@ -1,5 +1,6 @@
 """The processes of one arm: trainer ranks and engines started, called together, closed."""
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -9,13 +10,17 @@ from typing import Any
 import psutil
 
 from rl_contract import Profile
-from rl_parity import preflight
+from rl_parity import checkpoint, preflight
 from rl_parity.config import RunConfig
 from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
+from rl_parity.launch.processes import MARK, shared_segments
+from vime_sync.layout import ModelShape
 
 # one thread per process: ranks share the cores, and no bit depends on the count
 _LEAN = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _TRAINER = {**_LEAN, "GLOO_SOCKET_IFNAME": "lo"}
+# tokens of a cache block in vLLM's CPU build
+_KV_BLOCK = 128
 _ENGINE = {**_LEAN, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -68,9 +73,17 @@ class Fleet:
     """Start with ``with``: on the way out every worker is closed, and what does not close is ended."""
 
     def __init__(
-        self, config: RunConfig, arm: str, model: Path, profile: Profile, logs: Path, max_model_len: int
+        self,
+        config: RunConfig,
+        arm: str,
+        model: Path,
+        profile: Profile,
+        logs: Path,
+        *,
+        max_model_len: int,
+        longest_sequence: int,
     ) -> None:
-        self.config, self.arm = config, arm
+        self.config, self.arm, self._longest_sequence = config, arm, longest_sequence
         self._model, self._profile, self._logs, self._max_model_len = model, profile, logs, max_model_len
         self.trainers: list[Worker] = []
         self.engines: list[Worker] = []
@@ -138,17 +151,28 @@ class Fleet:
                 "profile": self._profile.to_dict(),
                 "tp": c.rollout.tp,
                 "max_model_len": self._max_model_len,
-                "max_num_seqs": min(256, -(-c.batch // c.rollout.engines) * c.group),
+                "max_num_seqs": self._sequences_per_engine(),
+                "kv_blocks": self._kv_blocks(),
             },
         )
+
+    def _sequences_per_engine(self) -> int:
+        return min(256, -(-self.config.batch // self.config.rollout.engines) * self.config.group)
+
+    def _kv_blocks(self) -> int | None:
+        """Cache blocks that hold every sequence of a step; None (vLLM's whole GiB a worker) where that is too small."""
+        shape = ModelShape.from_hf_config(checkpoint.read_config(self._model))
+        sequences = self._sequences_per_engine() * -(-self._longest_sequence // _KV_BLOCK)
+        blocks = max(sequences, -(-self._max_model_len // _KV_BLOCK)) + 2
+        heads = max(1, shape.kv_heads // self.config.rollout.tp)
+        worst_bytes = blocks * shape.layers * heads * _KV_BLOCK * shape.head_dim * 2 * 4
+        return blocks if worst_bytes < preflight.GIB else None
 
     def _memory_is_tight(self) -> bool:
         needed = preflight.memory_estimate(self.config, self._model_bytes())
         return needed * 1.5 > psutil.virtual_memory().available
 
     def _model_bytes(self) -> int:
-        from rl_parity import checkpoint
-
         return checkpoint.size_in_bytes(self._model)
 
     def all(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
@@ -173,8 +197,11 @@ class Fleet:
     def close(self) -> None:
         """End every process of this arm, whatever state it is in; safe to call twice."""
         if self._launcher is not None:
+            segments = shared_segments(os.environ.get(MARK, ""))
             self._launcher.close()
             self._launcher = None
+            for segment in segments:
+                segment.unlink(missing_ok=True)
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None

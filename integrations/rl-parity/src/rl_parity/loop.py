@@ -62,7 +62,16 @@ class Arm:
         progress = Progress(self.name, self.config.steps)
         try:
             progress.phase("starting workers")
-            with Fleet(self.config, self.name, self.model, self.profile, logs, self.max_model_len) as fleet:
+            longest = max(len(p.ids) for p in self.prompts) + self.config.max_new_tokens
+            with Fleet(
+                self.config,
+                self.name,
+                self.model,
+                self.profile,
+                logs,
+                max_model_len=self.max_model_len,
+                longest_sequence=longest,
+            ) as fleet:
                 with _weights_folder(self.directory.root, self.run_id) as weights:
                     self._steps(fleet, weights, progress)
                 fleet.shutdown()

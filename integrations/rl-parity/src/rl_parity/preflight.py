@@ -17,9 +17,9 @@ from rl_parity.vocabulary import VOCABULARY, FolderTokenizer
 
 GIB = 2**30
 # resident sizes measured on the CPU builds with the tiny models; weights and KV cache come on top
-TRAINER_BYTES = int(0.55 * GIB)
-ENGINE_WORKER_BYTES = int(0.9 * GIB)
-ENGINE_BASE_BYTES = int(1.5 * GIB)
+TRAINER_BYTES = int(0.5 * GIB)
+ENGINE_WORKER_BYTES = int(0.6 * GIB)
+ENGINE_BASE_BYTES = int(1.1 * GIB)
 # reserving more processes than this per core makes start-up time out before it makes sense
 PROCESSES_PER_CORE = 16
 

@@ -5,10 +5,22 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
 MARK = "RL_PARITY_RUN"
+
+
+def shared_segments(run_id: str) -> set[Path]:
+    """Shared memory files that the marked processes have mapped; a process that is killed leaves its own behind."""
+    found: set[Path] = set()
+    for process in survivors(run_id):
+        with contextlib.suppress(psutil.Error, OSError):
+            found |= {
+                Path(m.path) for m in process.memory_maps(grouped=True) if Path(m.path).parent == Path("/dev/shm")
+            }
+    return found
 
 
 def end_group(process: "subprocess.Popen[bytes]", patience: float = 5.0) -> None:
