@@ -20,7 +20,7 @@ def engine(profile: Profile, path: Any, *, mode: str = "strict", tp: int = 1, **
         "tensor_parallel_size": tp,
         "skip_tokenizer_init": True,
         "max_model_len": 640,
-        "block_size": 16,
+        "block_size": 32,
         "num_gpu_blocks_override": 1500,
         "disable_log_stats": False,
         **overrides,

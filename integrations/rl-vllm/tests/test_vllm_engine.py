@@ -172,7 +172,7 @@ def test_layout_tp2_in_chunks_of_64_equals_tp1(checkpoint, profile, cold, tmp_pa
 
 
 def test_phase_preempted_in_chunks_of_7_equals_undisturbed(checkpoint, profile, cold):
-    small = {"max_model_len": 160, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 7, "max_num_seqs": 4}
+    small = {"max_model_len": 160, "num_gpu_blocks_override": 7, "max_num_batched_tokens": 7, "max_num_seqs": 4}
     with engine(profile, checkpoint, **small) as llm:
         assert_same(generate(llm, SHORT, SHORT_PARAMS), cold[1])
         assert metric(llm, "vllm:num_preemptions") > 0

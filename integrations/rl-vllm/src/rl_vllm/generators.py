@@ -22,10 +22,11 @@ class RewindableGenerator(torch.Generator):
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         """vLLM's way of taking the last draw back; the number has no meaning here."""
         if self._before is not None:
             self.set_state(self._before)
+        return self
 
 
 def make_rewindable(runner: Any) -> None:
