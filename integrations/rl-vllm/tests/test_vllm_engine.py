@@ -1,6 +1,7 @@
 """Promises of a strict engine, on real vLLM: batch, phase, layout, pushed weights, refusals, reports."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,10 @@ def test_train_generation_equals_packed_forward(strict, cold, profile):
     expected = packed_logprobs(WEIGHTS, SHAPE, profile.settings, sequences, temperature=0.7)
     expected = [(ids, e[-len(ids) :]) for e, (ids, _) in zip(expected, generated + short)]
     assert assert_same(generated + short, expected) == 16 * len(PROMPTS) + 48 * 4
+    # the comparison notices one tree in place of another
+    planted = replace(profile.settings, leaves=1)
+    wrong = packed_logprobs(WEIGHTS, SHAPE, planted, sequences, temperature=0.7)
+    assert not torch.equal(torch.cat([e[-16:] for e in wrong]), torch.cat([v[-16:] for _, v in generated + short]))
 
 
 def test_phase_warm_prefix_equals_cold(strict, cold):

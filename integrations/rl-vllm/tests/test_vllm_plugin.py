@@ -1,0 +1,352 @@
+"""What rl-vllm decides without starting an engine: settings, preflight, arguments, scope, layers, reports."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_checkpoint import tiny_config, tiny_weights, write_checkpoint
+
+import rl_vllm
+from rl_contract import ContractError, MissingSupport, SingleRank, build_profile
+from rl_vllm import client, preflight
+
+pytest.importorskip("vllm")
+
+CONFIG = tiny_config()
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return build_profile("tiny", rl_vllm.settings_from_hf(CONFIG, leaves=4))
+
+
+# settings
+
+
+def test_settings_come_from_the_checkpoint(tmp_path):
+    path = write_checkpoint(tmp_path, CONFIG, {"x": torch.zeros(1)})
+    settings = rl_vllm.settings_from_hf(path, leaves=4, vocab_tile=32)
+    assert (settings.hidden_size, settings.vocab_size, settings.norm_eps) == (128, 96, 1e-6)
+    assert settings.rope == {"theta": 1e6, "rotary_dim": 32}
+    assert (settings.leaves, settings.dtype, settings.vocab_tile) == (4, "bfloat16", 32)
+
+
+def test_settings_read_both_spellings_of_a_rope_rule():
+    rule = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rule["original_max_position_embeddings"] = 256
+    old = tiny_config("LlamaForCausalLM", rope_scaling=rule)
+    new = tiny_config("LlamaForCausalLM", rope_parameters={**rule, "rope_theta": 1e6})
+    new.pop("rope_theta")
+    a, b = (rl_vllm.settings_from_hf(c, leaves=1) for c in (old, new))
+    assert a == b
+    assert a.rope["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_bad_input_settings_name_what_is_unsupported(changes, named):
+    with pytest.raises(ContractError, match=named):
+        rl_vllm.settings_from_hf({**CONFIG, **changes}, leaves=1)
+
+
+def test_bad_input_folder_without_config(tmp_path):
+    with pytest.raises(ContractError, match=r"config\.json"):
+        rl_vllm.settings_from_hf(tmp_path, leaves=1)
+
+
+# preflight
+
+
+def test_preflight_accepts_the_tiny_model(profile, tmp_path):
+    path = write_checkpoint(tmp_path, CONFIG, tiny_weights(CONFIG))
+    for tp in (1, 2, 4):
+        rl_vllm.check_engine(profile, path, tp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "named"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, 1, "Qwen3MoeForCausalLM"),
+        ({"num_experts": 8}, 1, "experts"),
+        ({"use_sliding_window": True}, 1, "sliding"),
+        ({"quantization_config": {"quant_method": "fp8"}}, 1, "quantised"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 4, "6 heads"),
+        ({}, 8, "leaves=4 is not divisible by tp=8"),
+        ({"vocab_size": 97}, 1, "vocab_size=97"),
+        ({"rms_norm_eps": 1e-5}, 1, "norm_eps=1e-05"),
+        ({"rope_theta": 5e5}, 1, "rope="),
+        ({"intermediate_size": 258}, 2, "K=258"),
+    ],
+)
+def test_bad_input_preflight_names_the_violation(profile, changes, tp, named):
+    with pytest.raises(ContractError, match=named):
+        rl_vllm.check_engine(profile, {**CONFIG, **changes}, tp)
+
+
+def test_bad_input_preflight_lists_all_violations_at_once(profile):
+    found = rl_vllm.engine_violations(
+        profile, {**CONFIG, "vocab_size": 97, "rope_theta": 5e5, "intermediate_size": 258}, 1
+    )
+    assert len(found) == 3
+
+
+def test_bad_input_preflight_lists_a_broken_checkpoint(profile, tmp_path):
+    weights = tiny_weights(CONFIG)
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 128)
+    weights["model.layers.7.extra"] = torch.zeros(1)
+    found = rl_vllm.engine_violations(profile, write_checkpoint(tmp_path, CONFIG, weights), 1)
+    assert len(found) == 3
+    text = "; ".join(found)
+    for name in (
+        "lacks model.layers.1.self_attn.k_proj",
+        "mlp.up_proj.weight of shape (3, 128)",
+        "unknown model.layers.7",
+    ):
+        assert name in text
+
+
+def test_bad_input_missing_hook_is_named(monkeypatch):
+    monkeypatch.setattr(preflight, "HOOKS", (*preflight.HOOKS, ("vllm.v1.sample.sampler", "Sampler.gone")))
+    assert preflight.missing_hooks() == ["vllm.v1.sample.sampler.Sampler.gone"]
+    from rl_vllm.plugin import register
+
+    with pytest.raises(MissingSupport, match=r"Sampler\.gone"):
+        register()
+
+
+# arguments
+
+
+def test_off_returns_the_overrides_alone(profile):
+    assert rl_vllm.engine_args(profile, mode="off", model="m", seed=3) == {"model": "m", "seed": 3}
+
+
+def test_bad_input_mode_and_excluded_plugin(profile, monkeypatch):
+    with pytest.raises(ContractError, match="mode='fast'"):
+        rl_vllm.engine_args(profile, mode="fast")
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    with pytest.raises(ContractError, match="VLLM_PLUGINS=''"):
+        rl_vllm.engine_args(profile, model="m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode='raw_logits'"),
+        ({"generation_config": "/some/where"}, "generation_config"),
+        ({"worker_cls": "other.Worker"}, "worker_cls"),
+        ({"quantization": "fp8"}, "quantization='fp8'"),
+        ({"logits_processors": ["a:B"]}, "logits_processors"),
+    ],
+)
+def test_bad_input_argument_that_contradicts_strict_mode(profile, changes, named):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rl_vllm.arguments import apply_strict
+
+    arguments = EngineArgs(**{**rl_vllm.engine_args(profile, model="m"), **changes})
+    with pytest.raises(ContractError, match=named):
+        apply_strict(arguments)
+
+
+def test_serve_flag_carries_the_profile(profile, tmp_path):
+    from rl_vllm.config import carried
+
+    flag, value = rl_vllm.serve_flags(profile, tmp_path / "profile.json")
+    assert flag == "--hf-overrides"
+    found = carried(json.loads(value))
+    assert found is not None
+    assert found.fingerprint == profile.fingerprint
+    with pytest.raises(ContractError, match="profile"):
+        carried({"quantization_config": {"quant_method": "rl_strict", "profile": str(tmp_path / "none.json")}})
+    assert carried({"quantization_config": {"quant_method": "fp8"}}) is None
+    assert carried(None) is None
+
+
+def test_cpu_environment_is_put_back(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    with rl_vllm.cpu_environment(4):
+        assert len(os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")) == 4
+        assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ContractError, match="VLLM_BATCH_INVARIANT"), rl_vllm.cpu_environment(1):
+        pass
+
+
+# scope
+
+
+def registries():
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return dict(op_registry_oot), dict(_ROPE_DICT), AttentionBackendEnum.CPU_ATTN.get_path()
+
+
+def test_off_replacements_last_only_while_a_strict_model_is_built(profile):
+    from rl_vllm.layers import replacements
+    from rl_vllm.plugin import register
+    from rl_vllm.scope import Strict, active, building
+
+    register()
+    register()
+    before = registries()
+    assert not [c for c in before[0].values() if c.__module__.startswith("rl_vllm")]
+
+    def build_and_fail():
+        with building(Strict(profile, SingleRank())):
+            inside = registries()
+            assert set(inside[0]) - set(before[0]) == set(replacements())
+            assert inside[2] == "rl_vllm.attention.StrictAttentionBackend"
+            assert active().profile is profile
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        build_and_fail()
+    assert registries() == before
+    with pytest.raises(MissingSupport, match="outside a strict worker"):
+        active()
+
+
+def test_bad_input_another_plugin_overrides_the_same_operator(profile, monkeypatch):
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from rl_vllm.scope import Strict, building, foreign_overrides
+
+    class Foreign:
+        pass
+
+    monkeypatch.setitem(op_registry_oot, "RMSNorm", Foreign)
+    assert "RMSNorm is already replaced" in foreign_overrides()[0]
+    with pytest.raises(MissingSupport, match="RMSNorm"), building(Strict(profile, SingleRank())):
+        pass
+
+
+# layers and generators
+
+
+def test_layout_embedding_keeps_negative_zero_over_ranks():
+    from rl_vllm.layers import StrictVocabParallelEmbedding
+
+    weight = torch.randn(8, 6, dtype=torch.bfloat16)
+    weight[:, ::2] = -0.0
+    ids = torch.tensor([0, 7, 3, 4, 4])
+    shards = weight.chunk(2)
+    locals_ = [shards[r][torch.where(ids // 4 == r, ids - 4 * r, 0)] for r in range(2)]
+
+    def rank(r):
+        comm = SimpleNamespace(all_gather=lambda x, dim: torch.cat([v.unsqueeze(0) for v in locals_], dim))
+        method = SimpleNamespace(embedding=lambda layer, at: shards[r][at])
+        layer = SimpleNamespace(tp_size=2, tp_rank=r, num_embeddings_per_partition=4, quant_method=method)
+        layer.strict = SimpleNamespace(comm=comm)
+        return StrictVocabParallelEmbedding.forward(layer, ids)
+
+    expected = weight[ids].view(torch.int16)
+    assert torch.equal(rank(0).view(torch.int16), expected)
+    assert torch.equal(rank(1).view(torch.int16), expected)
+    # what a sum over ranks would give
+    summed = sum(torch.where((ids // 4 == r).unsqueeze(1), v, 0) for r, v in enumerate(locals_))
+    assert not torch.equal(summed.view(torch.int16), expected)
+
+
+def test_generator_takes_back_the_draw_of_an_unfinished_prompt():
+    from rl_vllm.generators import make_rewindable
+
+    stock = torch.Generator().manual_seed(5)
+    request = SimpleNamespace(generator=stock)
+    runner = SimpleNamespace(input_batch=SimpleNamespace(generators={0: stock}, req_ids=["a"]), requests={"a": request})
+    make_rewindable(runner)
+    ours = runner.input_batch.generators[0]
+    assert request.generator is ours
+    assert ours.initial_seed() == 5
+    first = torch.randint(0, 1 << 30, (4,), generator=ours)
+    ours.set_offset(ours.get_offset() - 4)
+    make_rewindable(runner)
+    assert runner.input_batch.generators[0] is ours
+    assert torch.equal(torch.randint(0, 1 << 30, (4,), generator=ours), first)
+    assert not torch.equal(torch.randint(0, 1 << 30, (4,), generator=ours), first)
+
+
+def test_bad_input_weights_that_were_never_loaded_are_named():
+    from rl_vllm.worker import StrictCPUWorker
+
+    model = torch.nn.Linear(2, 2)
+    model.weight.data.fill_(float("nan"))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    with pytest.raises(ContractError, match="weight hold NaN"):
+        StrictCPUWorker._check_loaded(worker)
+    model.weight.data.fill_(1.0)
+    StrictCPUWorker._check_loaded(worker)
+
+
+# reports
+
+
+def good_report(profile):
+    layers, forwards = 2, 3
+    counts = {"gemm.column": 4 * 3 + 3, "gemm.row": 12, "swiglu": 6, "rotary": 6, "attention": 6, "norm": 27}
+    return {
+        "mode": "strict",
+        "rank": 0,
+        "profile": profile.fingerprint,
+        "modules": {
+            "vllm.x.QKVParallelLinear + rl_vllm.layers.StrictLinearMethod": 2,
+            "rl_vllm.layers.StrictRMSNorm": 9,
+        },
+        "sampler": "rl_vllm.sampling.StrictSampler",
+        "layers": layers,
+        "qk_norm": True,
+        "forwards": forwards,
+        "launches": [{"boundary": b, "kernel": "k", "count": n} for b, n in counts.items()],
+    }
+
+
+def engine_with(report):
+    return SimpleNamespace(collective_rpc=lambda *a, **k: [report])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mode": "audit"}, "mode is 'audit'"),
+        ({"profile": "0" * 64}, "is installed, needed is"),
+        ({"modules": {"vllm.model_executor.layers.layernorm.RMSNorm": 9}}, r"layernorm\.RMSNorm"),
+        ({"sampler": "vllm.v1.sample.sampler.Sampler"}, "the sampler is vllm"),
+        ({"forwards": 4}, "attention was launched 6 times in 4 forward passes, needed is 8"),
+        ({"launches": []}, r"gemm\.row was launched 0 times"),
+    ],
+)
+def test_report_that_is_not_strict_is_refused(profile, change, named):
+    assert client.assert_strict(engine_with(good_report(profile)), profile)
+    with pytest.raises(ContractError, match=named):
+        client.assert_strict(engine_with({**good_report(profile), **change}), profile)
+
+
+def test_report_of_a_worker_without_the_plugin_is_missing_support(profile):
+    def rpc(*_, **__):
+        raise AttributeError("'CPUWorker' object has no attribute 'rl_report'")
+
+    with pytest.raises(MissingSupport, match="engine_args"):
+        client.assert_strict(SimpleNamespace(collective_rpc=rpc), profile)
+
+
+def test_bad_input_sampling_refusals_list_everything():
+    from vllm import SamplingParams
+
+    from rl_vllm.sampling import refusals
+
+    assert refusals(SamplingParams(temperature=1.0, seed=1, logprobs=0)) == []
+    assert refusals(SamplingParams(temperature=0.0, prompt_logprobs=0)) == []
+    found = refusals(SamplingParams(temperature=0.8, top_p=0.5, min_p=0.1, bad_words=["a"]))
+    assert len(found) == 4
