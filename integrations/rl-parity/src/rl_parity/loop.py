@@ -26,7 +26,7 @@ from vime_sync.layout import ModelShape
 
 
 class MismatchFound(Exception):
-    """The strict arm is not exactly equal; the message is what a person should read."""
+    """A step of the strict arm is not exactly equal, or one of either arm could not be compared; see the message."""
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Arm:
         """Start the processes, do every step, collect the evidence, end the processes.
 
         Raises:
-            MismatchFound: a step of the strict arm is not equal; that step is recorded, no update follows.
+            MismatchFound: a step of the strict arm is not equal, or one of either arm could not be compared; that step
+            is recorded, no update follows.
             WorkerFailure, PublishError: an engine, a trainer rank or a push failed.
         """
         logs = self.directory.root / self.name / "logs"
@@ -90,7 +91,7 @@ class Arm:
                     self.records.append(record)
                     self.directory.append_step(self.name, record)
                     progress.step(record)
-                    if self.name == "strict" and not is_equal(record):
+                    if record["not_compared"] or (self.name == "strict" and not is_equal(record)):
                         patience = 60.0
                         raise MismatchFound(self._explain(record))
                 patience = 60.0

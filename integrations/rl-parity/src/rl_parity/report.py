@@ -212,25 +212,25 @@ def _topology(manifest: Mapping[str, Any]) -> str:
 def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
     out = []
     for arm, data in reversed(list(evidence.items())):
-        table: dict[tuple[str, str, str], dict[str, int]] = {}
+        table: dict[tuple[str, str, str, str], dict[str, int]] = {}
         workers: dict[str, int] = {}
         for side in ("train", "rollout"):
             for rows in data.get(side, {}).values():
                 workers[side] = workers.get(side, 0) + 1
                 for row in rows:
-                    key = (row["boundary"], row["kernel"], row.get("layout", "-"))
+                    key = (row["boundary"], row["kernel"], row.get("plan", "-"), row.get("layout", "-"))
                     cell = table.setdefault(key, {})
                     cell[side] = cell.get(side, 0) + int(row["count"])
         body = "".join(
-            f"<tr><td>{escape(b)}</td><td><code>{escape(k)}</code></td><td>{escape(layout)}</td>"
+            f"<tr><td>{escape(b)}</td><td><code>{escape(k)}</code></td><td>{escape(plan)}</td><td>{escape(layout)}</td>"
             f'<td class="n">{number(cell.get("train", 0))}</td><td class="n">{number(cell.get("rollout", 0))}</td></tr>'
-            for (b, k, layout), cell in sorted(table.items())
+            for (b, k, plan, layout), cell in sorted(table.items())
         )
         if not body:
-            body = '<tr><td colspan="5">No launch of our operators was reported by any worker.</td></tr>'
+            body = '<tr><td colspan="6">No launch of our operators was reported by any worker.</td></tr>'
         out.append(
             f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table><tr><th>boundary</th><th>kernel</th>'
-            "<th>layout</th>"
+            "<th>plan</th><th>layout</th>"
             f'<th class="n">launches, {workers.get("train", 0)} trainer ranks</th>'
             f'<th class="n">launches, {workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
         )

@@ -96,8 +96,8 @@ def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reaso
 def _native_notes(directory: RunDirectory) -> list[str]:
     """What the native arm could not run of the engines' own operators, as its trainer ranks reported."""
     reports = directory.evidence("native").get("reports", {})
-    found = [str(s) for report in reports.values() for s in report.get("substitutions", [])]
-    return [f"native arm: {text}" for text in dict.fromkeys(found)]
+    found = [s for report in reports.values() for s in report.get("substitutions", [])]
+    return list(dict.fromkeys(f"native arm runs {s['used']} instead of {s['stock']}: {s['why']}" for s in found))
 
 
 def _say(directory: RunDirectory, summary: dict[str, Any], status: str, reason: str) -> None:

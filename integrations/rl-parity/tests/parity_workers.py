@@ -1,0 +1,150 @@
+"""Trainer and engine workers without any engine, and a launcher that runs them in this process, for tests of the loop."""
+
+import random
+
+import numpy as np
+from safetensors.torch import load_file
+
+from rl_contract import Profile
+from rl_parity import checkpoint
+from rl_parity.launch import WorkerFailure
+from vime_sync import Manifest, PolicyVersion, write_weights
+from vime_sync.layout import ModelShape
+from vime_sync.testing import FakeEngine
+
+# what goes wrong: (who, what) -> set by a test
+FAULTS: set[str] = set()
+
+
+def logprob(tokens) -> np.ndarray:
+    return -(1.0 + np.asarray(tokens, dtype=np.float32) / 64 + np.arange(len(tokens), dtype=np.float32) / 16)
+
+
+class FakeTrainer:
+    def __init__(self, *, rank, arm, model, profile, **_):
+        self.rank, self.arm = rank, arm
+        self.weights = load_file(f"{model}/model.safetensors")
+        self.fingerprint = Profile.from_dict(profile).fingerprint
+
+    def export(self, directory, run_id, step):
+        if self.rank:
+            return None
+        manifest = Manifest.from_tensors(self.weights)
+        version = PolicyVersion(run_id, step, manifest.digest)
+        write_weights(directory, self.weights, version, manifest)
+        return {"path": directory, "version": str(version), "digest": manifest.digest, "manifest": manifest.to_json()}
+
+    def score(self, sequences, temperature):
+        values = [logprob(tokens) for _, tokens in sequences]
+        ids = np.concatenate([np.asarray(tokens, dtype=np.int64) for _, tokens in sequences])
+        if "swapped samples" in FAULTS:
+            ids = np.roll(ids, 1)
+        return {"logprobs": values, "reference": values, "tokens": ids}
+
+    def train(self, sequences, rewards, group, old, reference, temperature):
+        self.weights["model.norm.weight"] = self.weights["model.norm.weight"] * 2
+        values = [v.copy() for v in old]
+        if "training forward" in FAULTS:
+            values[1][2] = np.nextafter(values[1][2], np.float32(0))
+        return {
+            "logprobs": values,
+            "loss": float(np.mean(rewards)),
+            "kl": 0.0,
+            "clip_fraction": 0.0,
+            "ratio_mean": 1.0,
+            "grad_norm": 1.0,
+            "skipped": False,
+        }
+
+    def report(self):
+        fingerprint = "f" * 64 if "trainer contract" in FAULTS else self.fingerprint
+        return {"rank": self.rank, "fingerprint": fingerprint, "substitutions": [], "launches": []}
+
+    def close(self):
+        pass
+
+
+class FakeRollout:
+    def __init__(self, *, name, arm, model, profile, tp, **_):
+        from pathlib import Path
+
+        shape = ModelShape.from_hf_config(checkpoint.read_config(Path(model)))
+        faults = FAULTS & {"caches_held", "flip_bit", "transfer"} if name == "engine-1" else set()
+        self.engine = FakeEngine(name, shape, tp, faults)
+        self.arm, self.fingerprint = arm, Profile.from_dict(profile).fingerprint
+
+    def client(self, method, *args):
+        found = getattr(self.engine, method)
+        return found(*args) if callable(found) else found
+
+    def generate(self, prompts, seeds, *, temperature, max_new_tokens, eos):
+        if "interrupt" in FAULTS:
+            raise KeyboardInterrupt
+        if "engine dies" in FAULTS:
+            raise WorkerFailure("engine-0: the process ended with status 9")
+        out = []
+        for prompt, seed in zip(prompts, seeds):
+            tokens = [random.Random(seed * 31 + i).randrange(3, 77) for i in range(max_new_tokens)]
+            values = logprob(tokens)
+            if "rollout bits" in FAULTS or self.arm == "native":
+                values[1] = np.nextafter(values[1], np.float32(0))
+            logprobs = [float(v) for v in values]
+            if "absent value" in FAULTS:
+                logprobs[0] = None
+            label = "default" if "stale label" in FAULTS else self.engine.label
+            out.append(
+                {
+                    "prompt": list(prompt),
+                    "tokens": tokens,
+                    "logprobs": logprobs,
+                    "versions": [(label, 0, len(tokens))],
+                    "finish": "length",
+                }
+            )
+        return out
+
+    def report(self):
+        mode = "raw_logprobs" if "raw" in FAULTS else "processed_logprobs"
+        profile = self.fingerprint if self.arm == "strict" else None
+        return [{"rank": 0, "profile": profile, "logprobs": {"mode": mode}, "launches": []}]
+
+    def close(self):
+        pass
+
+
+class _Done:
+    def __init__(self, worker, value):
+        self.worker, self._value = worker, value
+
+    def result(self, timeout=None):
+        if isinstance(self._value, BaseException):
+            raise self._value
+        return self._value
+
+
+class InlineWorker:
+    def __init__(self, name, target):
+        self.name, self.target = name, target
+
+    def call(self, method, *args, **kwargs):
+        try:
+            return _Done(self, getattr(self.target, method)(*args, **kwargs))
+        except Exception as error:
+            return _Done(self, error if isinstance(error, WorkerFailure) else WorkerFailure(f"{self.name}: {error}"))
+
+    def describe(self, what):
+        return f"{self.name}: {what}"
+
+
+class InlineLauncher:
+    def __init__(self, *_):
+        self.closed = False
+
+    def start(self, name, factory, *, env, kwargs):
+        return InlineWorker(name, (FakeTrainer if "trainer" in factory else FakeRollout)(**kwargs))
+
+    def wait(self, calls, timeout):
+        return [c.result() for c in calls]
+
+    def close(self):
+        self.closed = True
