@@ -1,4 +1,4 @@
-"""Trainer and engine workers without any engine, and a launcher that runs them in this process, for tests of the loop."""
+"""Trainer and engine workers without any engine, and a launcher that runs them in this process."""
 
 import random
 

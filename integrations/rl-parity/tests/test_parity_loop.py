@@ -6,6 +6,8 @@ import parity_workers
 import pytest
 
 from rl_parity import cli, preflight
+from rl_parity.config import RolloutLayout, RunConfig, TrainLayout
+from rl_parity.fleet import engine_cores
 from rl_parity.rundir import RunDirectory, StepSamples
 
 pytest.importorskip("vllm")
@@ -155,3 +157,11 @@ def test_report_and_compare_refuse_what_is_no_run(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert cli.main(["compare", str(tmp_path), str(tmp_path)]) == 2
     assert "rl-parity run --out" in capsys.readouterr().err
+
+
+def test_engines_share_cores_out_and_never_overlap_where_there_are_enough():
+    config = RunConfig(train=TrainLayout(tp=2, cp=2), rollout=RolloutLayout(tp=2, engines=2))
+    binds = [engine_cores(config, i, list(range(16)))["VLLM_CPU_OMP_THREADS_BIND"] for i in range(2)]
+    assert binds == ["0,1|2,3", "4,5|6,7"]
+    binds = [engine_cores(config, i, [0, 1])["VLLM_CPU_OMP_THREADS_BIND"] for i in range(2)]
+    assert binds == ["0|1", "0|1"]

@@ -69,6 +69,16 @@ class RemoteEngine:
         self._ask("poison", reason)
 
 
+def engine_cores(config: RunConfig, index: int, cores: Sequence[int]) -> dict[str, str]:
+    """Environment giving each worker of engine ``index`` its share of the cores, or one in turn where they are few."""
+    share = max(1, len(cores) // (config.train.world_size + config.rollout.world_size))
+    binds = []
+    for rank in range(config.rollout.tp):
+        first = (index * config.rollout.tp + rank) * share
+        binds.append(",".join(str(cores[(first + i) % len(cores)]) for i in range(share)))
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(binds), "NUMBA_NUM_THREADS": str(share)}
+
+
 class Fleet:
     """Start with ``with``: on the way out every worker is closed, and what does not close is ended."""
 
@@ -143,7 +153,7 @@ class Fleet:
         return self._launcher.start(
             f"engine-{index}",
             "rl_parity.engine_worker:EngineWorker",
-            env=_ENGINE,
+            env={**_ENGINE, **engine_cores(c, index, sorted(os.sched_getaffinity(0)))},
             kwargs={
                 "name": f"engine-{index}",
                 "arm": self.arm,
