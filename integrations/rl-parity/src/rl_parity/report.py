@@ -182,7 +182,16 @@ def _histogram(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         whole = sum(totals[arm]) or 1.0
         series.append(Series(arm, arm, [100 * v / whole for v in totals[arm]]))
     exact = labels.index("exactly 1") if "exactly 1" in labels else None
-    return bars("Policy ratio exp(train - rollout), share of tokens", labels, series, highlight=exact)
+    title = "Policy ratio exp(train - rollout), share of tokens"
+    return bars(title, [_short(name) for name in labels], series, highlight=exact, label="ratio")
+
+
+def _short(bucket: str) -> str:
+    """``[0.8, 0.99)`` as ``.8–.99``, which fits under a bar."""
+    if bucket == "exactly 1":
+        return "exactly 1"
+    text = bucket.strip("[]()").replace(", ", "–").replace("0.", ".")
+    return text.replace("above ", ">")
 
 
 def _topology(manifest: Mapping[str, Any]) -> str:
@@ -229,14 +238,15 @@ def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
         if not body:
             body = '<tr><td colspan="6">No launch of our operators was reported by any worker.</td></tr>'
         out.append(
-            f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table><tr><th>boundary</th><th>kernel</th>'
+            f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table class="evidence"><tr><th>boundary</th>'
+            "<th>kernel</th>"
             "<th>plan</th><th>layout</th>"
-            f'<th class="n">launches, {workers.get("train", 0)} trainer ranks</th>'
-            f'<th class="n">launches, {workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
+            f'<th class="n">{workers.get("train", 0)} trainer ranks</th>'
+            f'<th class="n">{workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
         )
     if out:
         out.append(
-            '<p class="note">Counted inside the operators by each worker process; nothing here comes from '
+            '<p class="note">Launches, counted inside the operators by each worker process; nothing here comes from '
             "configuration.</p>"
         )
     return "".join(out)
@@ -271,15 +281,20 @@ def _contracts(manifest: Mapping[str, Any], strict: Mapping[str, Any]) -> str:
     if "profile" not in manifest:
         return ""
     profile = Profile.from_dict(manifest["profile"])
-    head = "".join(f"<th>{c}</th>" for c in contracts.COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in contracts.cells(profile.contracts[name])) + "</tr>"
-        for name in sorted(profile.contracts)
-    )
+    blocks = []
+    for name in sorted(profile.contracts):
+        contract = profile.contracts[name]
+        rows = "".join(
+            f"<tr><th>{escape(column)}</th><td>{escape(cell)}</td></tr>"
+            for column, cell in zip(contracts.COLUMNS[1:], contracts.cells(contract)[1:])
+        )
+        blocks.append(
+            f"<details><summary><b>{escape(name)}</b> <code>{contract.fingerprint[:16]}</code></summary>"
+            f"<table>{rows}</table></details>"
+        )
     return (
         f'<h2>Contracts</h2><p class="note">Fingerprint <code>{profile.fingerprint}</code>{_held(profile, strict)}. '
-        f"Sides with different fingerprints are not compared.</p>"
-        f'<div class="scroll"><table class="contract"><tr>{head}</tr>{body}</table></div>'
+        f'Sides with different fingerprints are not compared.</p><div class="contracts">{"".join(blocks)}</div>'
     )
 
 

@@ -108,6 +108,10 @@ def lines(title: str, series: Sequence[Series], *, label: str = "step", zero: bo
         out.append(f'<polyline class="line {s.kind}" points="{path}"/>')
         if len(points) <= 40:
             out += [f'<circle class="dot {s.kind}" cx="{px:.1f}" cy="{py:.1f}" r="2.6"/>' for px, py in points]
+    if log and not positive:
+        out.append(
+            f'<text class="big" x="{(WIDTH + _LEFT) / 2}" y="{HEIGHT / 2}" text-anchor="middle">exactly 0</text>'
+        )
     return _frame(title, "".join(out), label)
 
 
