@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import rl_attn
 from rl_megatron import LossConfig, OptimizerConfig, ParallelConfig
 
 pytestmark = pytest.mark.engine
@@ -177,3 +178,22 @@ def test_native_gradients_are_those_of_one_rank(worlds: Worlds) -> None:
         if "layernorm" in name:
             assert all(torch.equal(ranks[0]["grads"][name], r["grads"][name]) for r in ranks), name
             assert (ranks[0]["grads"][name] - grad).norm() < 0.1 * grad.norm(), name
+
+
+def test_layout_largest_cuts_and_long_rows_equal_one_rank(tmp_path: Path, tiny: Any) -> None:
+    # rows of several attention segments, on 8 tensor parallel or 4 context parallel ranks
+    config = tiny.tiny_config(num_key_value_heads=8, max_position_embeddings=2048)
+    path = tiny.write_folder(tmp_path / "model", config, tiny.tiny_tensors(config))
+    samples = tiny.tiny_samples(97, ((500, 12), (505, 8), (1020, 30), (1, 3)))
+    assert rl_attn.segments_of(1050) > 2
+    scores = {}
+    for tp, cp in ((1, 1), (8, 1), (1, 4)):
+        trainer = {
+            "hf_path": path,
+            "profile": tiny.tiny_profile(config, leaves=8),
+            "parallel": ParallelConfig(tp=tp, cp=cp),
+        }
+        ranks = tiny.run_world(tmp_path / f"tp{tp}cp{cp}", tp * cp, {"long": {"trainer": trainer, "samples": samples}})
+        scores[tp, cp] = [rank["long"]["scores"] for rank in ranks]
+    one = scores[1, 1][0]
+    assert all(same(one, rank) for ranks in scores.values() for rank in ranks)
