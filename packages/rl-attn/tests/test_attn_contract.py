@@ -40,10 +40,20 @@ def test_what_changes_the_bits_changes_the_rotary_contract(rope):
     assert rotary(settings(rope=rope)).fingerprint != rotary(settings()).fingerprint
 
 
-@pytest.mark.parametrize("change", [{"arch": "sm90"}, {"dtype": "float16"}, {"attention": "nosplit"}, {"key_tile": 8}])
+@pytest.mark.parametrize("change", [{"dtype": "float16"}, {"attention": "nosplit"}, {"key_tile": 8}])
 def test_attention_refuses_what_no_kernel_serves(change):
     with pytest.raises(ContractError, match=next(iter(change))[:4]):
         attention(settings(**change))
+
+
+@pytest.mark.parametrize("arch", ["sm90", "gfx942", "gfx950"])
+def test_gpu_contracts_differ_from_each_other_and_refuse_fp32(arch):
+    assert attention(settings(arch=arch)).fingerprint != attention(settings()).fingerprint
+    assert attention(settings(arch=arch, key_tile=128)).fingerprint != attention(settings(arch=arch)).fingerprint
+    with pytest.raises(ContractError, match="dtype"):
+        attention(settings(arch=arch, dtype="float32"))
+    with pytest.raises(ContractError, match="power of two"):
+        attention(settings(arch=arch, key_tile=48, segment=480))
 
 
 def test_rotary_refuses_an_unknown_rule():
@@ -61,7 +71,13 @@ def test_kernel_files_say_order_and_rounding_first():
     import rl_attn
 
     folder = pathlib.Path(rl_attn.__file__).parent
-    for name in ("cpu.py", "cpu_backward.py", "cpu_rotary.py", "cpu_tiles.py"):
+    for name in (
+        "cpu.py",
+        "cpu_backward.py",
+        "cpu_rotary.py",
+        "cpu_tiles.py",
+        *(p.name for p in folder.glob("triton_*.py")),
+    ):
         head = (folder / name).read_text().split('"""')[1]
         assert "ontract ``" in head
         assert "round" in head.lower()

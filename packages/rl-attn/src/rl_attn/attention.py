@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rl_attn import ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
+from rl_attn import metadata, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
 from rl_attn.checks import (
     check_call,
     refuse_variants,
@@ -88,40 +88,14 @@ def attention_packed(
     """
     where = "attention_packed"
     check_call(where, q, k, v, scale, key_tile, segment, variants)
-    require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    positions = _checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
+    if q.is_cuda:
+        cu_seqlens_q, cu_seqlens_k, positions = metadata.on_device(where, q, k, cu_seqlens_q, cu_seqlens_k, positions)
+    else:
+        require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+        require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        positions = metadata.checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
     out, lse = ops.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, float(scale), key_tile, segment)
     return (out, lse.detach()) if return_lse else out
-
-
-def _checked_positions(
-    where: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, positions: torch.Tensor | None
-) -> torch.Tensor:
-    """int64 [Tq], each in [0, keys of its sequence)."""
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ContractError(
-            f"{where} got {cu_seqlens_q.numel() - 1} sequences of queries and {cu_seqlens_k.numel() - 1} of keys; "
-            "both cu_seqlens must describe the same sequences"
-        )
-    cu_q, cu_k = cu_seqlens_q.long(), cu_seqlens_k.long()
-    q_lens, k_lens = cu_q.diff(), cu_k.diff()
-    row_keys = torch.repeat_interleave(k_lens, q_lens)
-    if positions is None:
-        first = torch.repeat_interleave(k_lens - q_lens - cu_q[:-1], q_lens)
-        positions = torch.arange(row_keys.numel()) + first
-    elif positions.shape != row_keys.shape or positions.dtype not in (torch.int32, torch.int64):
-        raise ContractError(
-            f"{where} got positions {tuple(positions.shape)} {positions.dtype}; supported: int64 [{row_keys.numel()}]"
-        )
-    bad = (positions < 0) | (positions >= row_keys)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        raise ContractError(
-            f"{where} got position {int(positions[row])} in row {row}, whose sequence has {int(row_keys[row])} keys; "
-            "a query needs its own key: pass keys up to the last query"
-        )
-    return positions.long()
 
 
 def attention_paged(

@@ -6,7 +6,7 @@ import torch
 
 from rl_contract import ContractError, MissingSupport
 
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
 
 
 def require_device(where: str, *tensors: torch.Tensor) -> None:
@@ -15,14 +15,17 @@ def require_device(where: str, *tensors: torch.Tensor) -> None:
     if len(devices) != 1:
         raise ContractError(f"{where} got tensors on {sorted(map(str, devices))}; all must be on one device")
     device = next(iter(devices)).type
-    if device != "cpu":
-        raise MissingSupport(f"{where} got tensors on {device!r}; kernels exist for 'cpu', move the tensors there")
+    if device not in DTYPES:
+        raise MissingSupport(
+            f"{where} got tensors on {device!r}; kernels exist for {list(DTYPES)}, move the tensors there"
+        )
 
 
 def require_dtype(where: str, **tensors: torch.Tensor) -> None:
     dtypes = {name: x.dtype for name, x in tensors.items()}
-    if len(set(dtypes.values())) != 1 or next(iter(dtypes.values())) not in DTYPES:
-        raise ContractError(f"{where} got {dtypes}; supported: one dtype for all, bfloat16 or float32, cast first")
+    supported = DTYPES.get(next(iter(tensors.values())).device.type, DTYPES["cpu"])
+    if len(set(dtypes.values())) != 1 or next(iter(dtypes.values())) not in supported:
+        raise ContractError(f"{where} got {dtypes}; supported: one dtype for all, one of {supported}, cast first")
 
 
 def require_heads(where: str, q_heads: int, kv_heads: int, head_dim: int) -> None:

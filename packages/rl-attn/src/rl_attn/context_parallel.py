@@ -170,7 +170,7 @@ def context_parallel_attention(
             return_lse=return_lse, **variants,
         )  # fmt: skip
     check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
-    order = _merge_order(cu_seqlens, world, layout)
-    cu = cu_seqlens.long()
+    order = _merge_order(cu_seqlens, world, layout).to(q.device)
+    cu, positions = cu_seqlens.to(q.device, torch.int64), positions.to(q.device)
     out, lse = _ContextParallel.apply(q, k, v, cu, cu // world, positions, order, comm, float(scale), key_tile, segment)
     return (out, lse) if return_lse else out

@@ -5,27 +5,41 @@ from rl_contract import Contract, ContractError, Settings
 SCALING_TYPES = ("default", "llama3", "yarn")
 
 
-def _require_cpu(boundary: str, settings: Settings) -> None:
-    if settings.arch != "cpu":
-        raise ContractError(f"{boundary}: arch={settings.arch!r}, supported: 'cpu'; choose a CPU profile")
-    if settings.dtype not in ("bfloat16", "float32"):
-        raise ContractError(f"{boundary}: dtype={settings.dtype!r}, supported on a CPU: 'bfloat16', 'float32'")
+_DTYPES = {"cpu": ("bfloat16", "float32")} | dict.fromkeys(("sm90", "gfx942", "gfx950"), ("bfloat16", "float16"))
+_STEP = {
+    "sm90": "16 products at a time joined to the accumulator as wgmma and mma.sync m16n8k16 do (truncated to fp32)",
+    "gfx942": "as v_mfma_f32_16x16x16 does (kpack 1)",
+    "gfx950": "as v_mfma_f32_16x16x32 does (kpack 1)",
+}
+_EXP2 = {"sm90": "ex2.approx.ftz.f32", "gfx942": "v_exp_f32", "gfx950": "v_exp_f32"}
+
+
+def _require(boundary: str, settings: Settings) -> None:
+    if settings.arch not in _DTYPES:
+        raise ContractError(f"{boundary}: arch={settings.arch!r}, supported: {sorted(_DTYPES)}; choose such a profile")
+    if settings.dtype not in _DTYPES[settings.arch]:
+        raise ContractError(
+            f"{boundary}: dtype={settings.dtype!r}, supported on {settings.arch}: {_DTYPES[settings.arch]}"
+        )
 
 
 def attention(settings: Settings) -> Contract:
     """Causal attention, one order for packed training, chunked prefill, prefix hits and paged decode.
 
     Raises:
-        ContractError: an architecture, dtype or family other than ``segments`` on a CPU in bf16 or fp32, or a
-            ``key_tile`` that is not a multiple of 16.
+        ContractError: an unknown architecture or family, a dtype that the architecture does not have (bf16 and fp32
+            on a CPU, bf16 and fp16 on a GPU), or a ``key_tile`` that is not a multiple of 16 (a power of two on a
+            GPU).
     """
-    _require_cpu("attention", settings)
+    _require("attention", settings)
     if settings.attention != "segments":
         raise ContractError(
             f"attention: family {settings.attention!r}, supported: 'segments'; set Settings.attention='segments'"
         )
     if settings.key_tile % 16:
         raise ContractError(f"attention: key_tile={settings.key_tile}, supported: a multiple of 16; use 64")
+    if settings.arch != "cpu":
+        return _gpu_attention(settings)
     dtype = settings.dtype
     return Contract(
         boundary="attention",
@@ -64,13 +78,59 @@ def attention(settings: Settings) -> Contract:
     )
 
 
+def _gpu_attention(settings: Settings) -> Contract:
+    if settings.key_tile & (settings.key_tile - 1) or settings.key_tile > 256:
+        raise ContractError(
+            f"attention on {settings.arch}: key_tile={settings.key_tile}, supported: 16 to 256, a power of two; use 64"
+        )
+    dtype = settings.dtype
+    return Contract(
+        boundary="attention",
+        dependency=(
+            "row at absolute position p sees keys 0..p of its own sequence; query head h uses kv head h // (Hq / Hkv)"
+        ),
+        partition=(
+            f"keys in tiles of {settings.key_tile} and tiles in segments of {settings.segment}, both aligned to "
+            "absolute position 0; masked keys add exact zeros"
+        ),
+        merge=(
+            f"every chain takes its terms in ascending order from the first one on, {_STEP[settings.arch]}, "
+            "short tails filled with zeros. "
+            "score: chain over head_dim from +0; c = fp32(fp64(scale) * log2(e)); tile: m' = max(m, "
+            "max(scores) * c), alpha = exp2(m - m') or 0 for the empty state, p_j = exp2(fma(s_j, c, -m')), "
+            "O = chain over j of p_j * v_j from O * alpha, l = the same chain with v_j = 1 from l * alpha; segment: tiles ascending from the empty "
+            "state (m=-inf, l=0, O=0); segments folded left, ascending, from the empty state: M' = max(M, m), "
+            "a = exp2(M - M'), b = exp2(m - M'), O = fma(O, a, O_s * b), l = fma(l, a, l_s * b); out = O / l; "
+            "lse = (m + log2(l)) * fp32(ln 2). Backward: delta = balanced tree over head_dim, neighbours first, of "
+            "dO * O; p = exp2(fma(s, c, -fp32(lse * log2(e)))); dP chain over head_dim; dS = p * (dP - delta); "
+            "dQ = scale * chain over keys ascending of dS * k; dV and dK of a key = chain over the rows (query "
+            "ascending, head of the group ascending) of p * dO and dS * q (dK times scale)"
+        ),
+        precision={"input": dtype, "product": "exact", "accumulator": "float32", "state": "float32", "output": dtype},
+        rounding=(
+            "matrix step",
+            f"p_j to {dtype} before both the row sum and the product with v",
+            "each product and fma of the merge to fp32, never contracted otherwise",
+            "O / l once to fp32",
+            f"output once to {dtype}",
+            f"backward: p and dS to {dtype} before their dots; dQ, dK, dV once to {dtype}",
+        ),
+        primitives={
+            "exp2": _EXP2[settings.arch],
+            "log2": "triton.language.math.log2 (once a row)",
+            "divide": "IEEE fp32",
+        },
+        arch=settings.arch,
+    )
+
+
 def rotary(settings: Settings) -> Contract:
     """Rotary positions, half-split layout.
 
     Raises:
-        ContractError: an architecture or dtype outside CPU bf16 and fp32, or an unknown scaling rule.
+        ContractError: an architecture or dtype without kernels, or an unknown scaling rule.
     """
-    _require_cpu("rotary", settings)
+    _require("rotary", settings)
     rope = dict(settings.rope)
     scaling = {k: v for k, v in rope.items() if k not in ("theta", "rotary_dim")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -91,7 +91,7 @@ def _forward(
     return out, lse
 
 
-@torch.library.custom_op("rl_attn::packed", mutates_args=())
+@torch.library.custom_op("rl_attn::packed", mutates_args=(), device_types="cpu")
 def packed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -117,7 +117,7 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, scale, key_tile, segment):
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_attn::paged", mutates_args=())
+@torch.library.custom_op("rl_attn::paged", mutates_args=(), device_types="cpu")
 def paged(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -158,7 +158,7 @@ _PAGE_ERRORS = {
 }
 
 
-@torch.library.custom_op("rl_attn::write_paged", mutates_args=("k_cache", "v_cache"))
+@torch.library.custom_op("rl_attn::write_paged", mutates_args=("k_cache", "v_cache"), device_types="cpu")
 def write(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
@@ -191,7 +191,7 @@ def _rotate(x: torch.Tensor, positions: np.ndarray, cos: np.ndarray, sin: np.nda
     return out
 
 
-@torch.library.custom_op("rl_attn::rotary", mutates_args=())
+@torch.library.custom_op("rl_attn::rotary", mutates_args=(), device_types="cpu")
 def rotary(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

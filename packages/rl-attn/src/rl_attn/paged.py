@@ -80,3 +80,30 @@ class PagedKV:
                 f"[2, num_blocks, block_size, {num_kv_heads}, {head_dim}]"
             )
         return cls(cache[0].permute(0, 2, 1, 3), cache[1].permute(0, 2, 1, 3))
+
+
+def check_paged(
+    cache: PagedKV, *, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+) -> None:
+    """Look at the values that ``attention_paged`` on a GPU takes on trust: once a step, or after an output of NaN.
+
+    Raises:
+        ContractError: the first row start, length or page id that the cache or the table does not hold.
+    """
+    starts, lens, table = (x.to("cpu", torch.int64) for x in (query_start_loc, seq_lens, block_table))
+    rows = starts.diff()
+    entries = torch.arange(table.shape[1])
+    needed = (entries[None, :] < (lens[:, None] + cache.block_size - 1) // cache.block_size) & (rows[:, None] > 0)
+    unknown = needed & ((table < 0) | (table >= cache.num_blocks))
+    for bad, what, supported in (
+        (rows < 0, "a negative number of rows", "query_start_loc that never falls"),
+        (lens < rows, "fewer keys than rows", "seq_lens that count context plus queries"),
+        (lens > table.shape[1] * cache.block_size, "more keys than its table holds", "a wider block_table"),
+        (unknown.any(1), "a page id outside the cache", f"ids 0 to {cache.num_blocks} - 1"),
+    ):
+        if bool(bad.any()):
+            at = int(bad.nonzero()[0])
+            raise ContractError(
+                f"attention_paged got {what} in request {at} (rows {int(rows[at])}, keys {int(lens[at])}, "
+                f"pages {table[at][needed[at]].tolist()[:16]}); supported: {supported}"
+            )

@@ -1,0 +1,87 @@
+"""What a packed call says about its sequences, checked.
+
+On a GPU this is done once per tensor, since each look at a value stops the stream.
+"""
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from rl_attn.checks import require_cu_seqlens
+from rl_contract import ContractError
+
+Metadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# by cu_seqlens_q; a training step hands the same tensors to every layer
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def checked_positions(
+    where: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, positions: torch.Tensor | None
+) -> torch.Tensor:
+    """int64 [Tq], each in [0, keys of its sequence)."""
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ContractError(
+            f"{where} got {cu_seqlens_q.numel() - 1} sequences of queries and {cu_seqlens_k.numel() - 1} of keys; "
+            "both cu_seqlens must describe the same sequences"
+        )
+    cu_q, cu_k = cu_seqlens_q.long(), cu_seqlens_k.long()
+    q_lens, k_lens = cu_q.diff(), cu_k.diff()
+    row_keys = torch.repeat_interleave(k_lens, q_lens)
+    if positions is None:
+        first = torch.repeat_interleave(k_lens - q_lens - cu_q[:-1], q_lens)
+        positions = torch.arange(row_keys.numel(), device=cu_q.device) + first
+    elif positions.shape != row_keys.shape or positions.dtype not in (torch.int32, torch.int64):
+        raise ContractError(
+            f"{where} got positions {tuple(positions.shape)} {positions.dtype}; supported: int64 [{row_keys.numel()}]"
+        )
+    bad = (positions < 0) | (positions >= row_keys)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ContractError(
+            f"{where} got position {int(positions[row])} in row {row}, whose sequence has {int(row_keys[row])} keys; "
+            "a query needs its own key: pass keys up to the last query"
+        )
+    return positions.long()
+
+
+def on_device(
+    where: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    positions: torch.Tensor | None,
+) -> Metadata:
+    """cu_seqlens_q, cu_seqlens_k and int64 positions on the device of ``q``, checked.
+
+    Raises:
+        ContractError: as on the CPU, and positions that fall inside a sequence.
+    """
+    given = (cu_seqlens_q, cu_seqlens_k, positions)
+    key = (q.device, q.shape[0], k.shape[0], *((id(x), x._version) for x in given if x is not None))
+    known = _seen.get(cu_seqlens_q)
+    if known is not None and known[0] == key:
+        return known[1]
+    require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    cu_q, cu_k = (x.to(q.device, torch.int64) for x in (cu_seqlens_q, cu_seqlens_k))
+    explicit = None if positions is None else positions.to(q.device)
+    found = (cu_q, cu_k, checked_positions(where, cu_q, cu_k, explicit))
+    if explicit is not None:
+        row = _first_fall(found[2], cu_q)
+        if row is not None:
+            raise ContractError(
+                f"{where} got position {int(found[2][row])} in row {row}, below the row before it; supported on a GPU: "
+                "ascending positions inside a sequence, sort the rows of each sequence"
+            )
+    # ids may be used again once a tensor is gone, so the entry keeps what it was made from
+    _seen[cu_seqlens_q] = (key, found, cu_seqlens_k, positions)
+    return found
+
+
+def _first_fall(positions: torch.Tensor, cu: torch.Tensor) -> int | None:
+    inner = torch.ones(max(0, positions.numel() - 1), dtype=torch.bool, device=cu.device)
+    borders = cu[1:-1]
+    borders = borders[(borders > 0) & (borders < positions.numel())]
+    inner[borders - 1] = False
+    falls = ((positions.diff() < 0) & inner).nonzero()
+    return int(falls[0]) + 1 if falls.numel() else None

@@ -1,0 +1,121 @@
+"""Frozen launch choices: which tile serves which (kernel, head_dim, rows). Read from ``plans/*.json``, never timed.
+
+A plan can only choose among things that leave the bits alone. Key tile, segment and whatever regroups a sum in the
+matrix unit are no fields of a plan, and a file that asks for one is rejected by name.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rl_contract import ContractError
+
+KERNELS = ("forward", "segments", "fold", "grad_queries", "grad_keys")
+FORBIDDEN = (
+    "key_tile", "segment", "kpack", "matrix_instr_nonkdim", "input_precision", "allow_tf32", "max_num_imprecise_acc",
+    "enable_fp_fusion", "fp_fusion", "acc_dtype", "num_splits",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Launch shape of ``kernel`` for heads up to ``head_dim`` and up to ``rows`` query rows a sequence (0: any number).
+
+    block_m: query rows a program holds. block_n: keys a backward program holds or takes at a time. programs: persistent
+    programs per processor (segments), unroll: segments in flight (fold).
+    """
+
+    kernel: str
+    head_dim: int
+    rows: int = 0
+    block_m: int = 0
+    block_n: int = 0
+    warps: int
+    stages: int = 1
+    programs: int = 0
+    unroll: int = 0
+    max_registers: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.kernel not in KERNELS:
+            problems.append(f"kernel={self.kernel!r}, supported: {KERNELS}")
+        for name in ("block_m", "block_n", "warps", "unroll"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0 or value & (value - 1):
+                problems.append(f"{name}={value!r}, supported: powers of two")
+        if 0 < self.block_m < 16 or 0 < self.block_n < 16:
+            problems.append("blocks below 16 do not fill the matrix unit")
+        if self.warps < 1 or self.stages < 1:
+            problems.append("warps and stages start at 1")
+        if problems:
+            raise ContractError(f"plan {self}: " + "; ".join(problems))
+
+    @property
+    def name(self) -> str:
+        parts = (("m", self.block_m), ("n", self.block_n), ("w", self.warps), ("s", self.stages), ("u", self.unroll))
+        return self.kernel + "-" + "".join(f"{letter}{value}" for letter, value in parts if value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """One plan file. Rows are asked in order; the first that is wide enough serves."""
+
+    arch: str
+    rows: tuple[Row, ...]
+
+    def choose(self, kernel: str, head_dim: int, rows: int = 0) -> Row:
+        for row in self.rows:
+            if row.kernel == kernel and head_dim <= row.head_dim and (row.rows == 0 or rows <= row.rows):
+                return row
+        raise ContractError(
+            f"no plan of {self.arch} fits {kernel} with head_dim={head_dim}; add a row to the plan file"
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "plan file") -> "Plans":
+        _refuse(set(data) - {"arch", "rows"}, {"arch", "rows"}, where)
+        known = {f.name for f in fields(Row)}
+        for row in data["rows"]:
+            _refuse(set(row) - known, known, where)
+        return cls(arch=data["arch"], rows=tuple(Row(**row) for row in data["rows"]))
+
+
+def _refuse(unknown: set[str], known: set[str], where: str) -> None:
+    bad = sorted(unknown & set(FORBIDDEN))
+    if bad:
+        raise ContractError(
+            f"{where} asks to change {bad}, which decides the bits; a plan may set {sorted(known)} only"
+        )
+    if unknown:
+        raise ContractError(f"{where} has unknown fields {sorted(unknown)}; supported: {sorted(known)}")
+
+
+def read(path: Path) -> Plans:
+    return Plans.from_dict(json.loads(path.read_text()), path.name)
+
+
+@cache
+def shipped(arch: str) -> Plans:
+    """The plan file of ``arch`` that comes with the package; ``generic`` where the arch has none of its own."""
+    room = files("rl_attn") / "plans"
+    path = room / f"{arch}.json"
+    if not path.is_file():
+        path = room / "generic.json"
+    return Plans.from_dict(json.loads(path.read_text()), path.name)
+
+
+_own: dict[str, Plans] = {}
+
+
+def use(plans: Plans) -> None:
+    """Replace the shipped file of ``plans.arch`` in this process."""
+    _own[plans.arch] = plans
+
+
+def current(arch: str) -> Plans:
+    return _own.get(arch) or shipped(arch)
