@@ -57,6 +57,7 @@ def run_rank(rank, world, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.field_report("R41")
 @pytest.mark.parametrize("world", [2, 4])
 def test_layout_head_over_gloo_equals_one_rank(world, tmp_path):
     command = [sys.executable, __file__, str(world), str(tmp_path)]

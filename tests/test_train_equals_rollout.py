@@ -68,6 +68,7 @@ def trained():
     return Decoder(make_weights(0)).train_logprob(sequences(), TEMPERATURE)
 
 
+@pytest.mark.field_report("R26")
 @pytest.mark.parametrize("chunk", [7, 64, 513])
 def test_train_equals_chunked_rollout(trained, chunk):
     reset_launches()
@@ -77,6 +78,7 @@ def test_train_equals_chunked_rollout(trained, chunk):
     assert layouts, "no attention launch was recorded"
 
 
+@pytest.mark.field_report("R26")
 def test_train_equals_decode_token_by_token(trained):
     short = [s[:66] for s in sequences()]
     rolled = Rollout(Decoder(make_weights(0)), len(LENGTHS), 66).score(short, 1, TEMPERATURE)
@@ -84,6 +86,7 @@ def test_train_equals_decode_token_by_token(trained):
         assert torch.equal(a[: len(b)].view(torch.int32), b.view(torch.int32))
 
 
+@pytest.mark.field_report("R15")
 def test_batch_alone_equals_packed_in_any_order(trained):
     decoder, all_of = Decoder(make_weights(0)), sequences()
     alone = [decoder.train_logprob([s], TEMPERATURE)[0] for s in all_of]
@@ -91,6 +94,7 @@ def test_batch_alone_equals_packed_in_any_order(trained):
     assert_equal(trained, decoder.train_logprob(all_of[::-1], TEMPERATURE)[::-1])
 
 
+@pytest.mark.field_report("R49")
 def test_phase_prefix_hit_equals_cold(trained):
     decoder, s = Decoder(make_weights(0)), sequences()[6]
     rollout = Rollout(decoder, 2, len(s))
@@ -103,6 +107,7 @@ def test_phase_prefix_hit_equals_cold(trained):
     assert compare(logits, cold[256:]).mismatch_count == 0
 
 
+@pytest.mark.field_report("R40")
 @pytest.mark.parametrize("world", [2, 4])
 def test_layout_tp_equals_one_rank(trained, world):
     weights = make_weights(0)
@@ -120,6 +125,7 @@ def test_layout_tp_equals_one_rank(trained, world):
         assert_equal(trained, rank)
 
 
+@pytest.mark.field_report("R14")
 @pytest.mark.parametrize("world", [2, 4])
 def test_layout_gradients_tp_equal_one_rank(world):
     weights = make_weights(0)

@@ -23,6 +23,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n].view(torch.int16), b[n].view(torch.int16)) for n in a)
 
 
+@pytest.mark.field_report("R65")
 @pytest.mark.parametrize("mode", ["strict", "native"])
 @pytest.mark.parametrize(("arch", "tied"), MODELS)
 def test_round_trip_keeps_every_bit(
@@ -89,6 +90,7 @@ def test_every_defect_is_listed_and_nothing_is_written(one_rank: None, tiny: Any
     assert all(torch.isnan(p).all() for p in model.parameters())
 
 
+@pytest.mark.field_report("R43")
 def test_padding_rows_of_the_vocabulary_are_zero(one_rank: None, tiny: Any) -> None:
     config = tiny.tiny_config()
     model = build(tiny, config)

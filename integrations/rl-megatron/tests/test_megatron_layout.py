@@ -71,6 +71,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return len(a) == len(b) and all(np.array_equal(x.view(np.int32), y.view(np.int32)) for x, y in zip(a, b))
 
 
+@pytest.mark.field_report("R14", "R40")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("tp", "cp"), WORLDS)
 def test_layout_forward_equals_one_rank(worlds: Worlds, tp: int, cp: int, case: str) -> None:
@@ -88,6 +89,7 @@ def test_layout_forward_equals_one_rank(worlds: Worlds, tp: int, cp: int, case: 
         assert all(np.isfinite(x).all() for x in got["scores"])
 
 
+@pytest.mark.field_report("R09", "R14")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (2, 2)])
 def test_batch_micro_batches_equal_one_pack(worlds: Worlds, tp: int, cp: int, case: str) -> None:
@@ -96,6 +98,7 @@ def test_batch_micro_batches_equal_one_pack(worlds: Worlds, tp: int, cp: int, ca
             assert same(rank[case]["scores"], scores)
 
 
+@pytest.mark.field_report("R09", "R10", "R16")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), *WORLDS])
 def test_training_forward_equals_scoring(worlds: Worlds, tp: int, cp: int, case: str) -> None:
@@ -106,6 +109,7 @@ def test_training_forward_equals_scoring(worlds: Worlds, tp: int, cp: int, case:
         assert step["clip_fraction"] == 0.0
 
 
+@pytest.mark.field_report("R10", "R40")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_layout_training_trajectory_equals_tp1(worlds: Worlds, tp: int, case: str) -> None:

@@ -60,6 +60,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.detach().contiguous().view(torch.int32)
 
 
+@pytest.mark.field_report("R41")
 @pytest.mark.parametrize(("arch", "tied"), MODELS)
 def test_forward_and_gradients_match_fp64(one_rank: None, tiny: Any, arch: str, tied: bool) -> None:
     config, tensors, model = make(tiny, arch, tied, dtype="float32")
@@ -98,6 +99,7 @@ def test_bf16_forward_is_near_fp64(one_rank: None, tiny: Any, arch: str) -> None
     assert (got.double() - want).abs().mean() < 0.03
 
 
+@pytest.mark.field_report("R09", "R15", "R86")
 @pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
 def test_batch_alone_equals_packed_in_any_order_and_budget(one_rank: None, tiny: Any, arch: str) -> None:
     _, _, model = make(tiny, arch, False)
@@ -115,6 +117,7 @@ def test_batch_alone_equals_packed_in_any_order_and_budget(one_rank: None, tiny:
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(parts, packed))
 
 
+@pytest.mark.field_report("R86")
 def test_batch_appended_tokens_leave_earlier_ones(one_rank: None, tiny: Any) -> None:
     # right padding is nothing but tokens behind; causality keeps them out
     _, _, model = make(tiny, "Qwen3ForCausalLM", False)
@@ -125,6 +128,7 @@ def test_batch_appended_tokens_leave_earlier_ones(one_rank: None, tiny: Any) -> 
     assert torch.equal(bits(long[:13]), bits(short))
 
 
+@pytest.mark.field_report("R02", "R10")
 @pytest.mark.parametrize("temperature", [0.6, 0.7, 1.0, 1.5])
 def test_training_forward_equals_scoring_at_any_temperature(one_rank: None, tiny: Any, temperature: float) -> None:
     _, _, model = make(tiny, "Qwen3ForCausalLM", True)
@@ -139,6 +143,7 @@ def test_training_forward_equals_scoring_at_any_temperature(one_rank: None, tiny
     assert (loss.clipped_count, loss.kl_sum, loss.ratio_sum) == (0, 0.0, float(len(scored)))
 
 
+@pytest.mark.field_report("R25")
 def test_rotary_table_survives_conversion_of_the_module(one_rank: None, tiny: Any) -> None:
     _, _, model = make(tiny, "Qwen3ForCausalLM", False)
     batch = pack(tiny.tiny_samples(97, ((250, 30), (300, 12))))
@@ -223,6 +228,7 @@ def test_native_entropy_matches_its_logits(one_rank: None, tiny: Any) -> None:
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.field_report("R81")
 def test_all_masked_batch_gives_zero_loss_and_gradient(one_rank: None, tiny: Any) -> None:
     _, _, model = make(tiny, "Qwen3ForCausalLM", False)
     optimizer = StrictOptimizer(model)
@@ -237,6 +243,7 @@ def test_all_masked_batch_gives_zero_loss_and_gradient(one_rank: None, tiny: Any
     assert all(not s.grad.any() for s in optimizer._states.values())
 
 
+@pytest.mark.field_report("R82")
 def test_masked_tokens_hold_anything_without_effect(one_rank: None, tiny: Any) -> None:
     _, _, model = make(tiny, "LlamaForCausalLM", True)
     (prompt, response), other = tiny.tiny_samples(97, ((9, 40), (5, 12)))

@@ -39,6 +39,7 @@ def test_loss_and_gradient_match_plain_torch() -> None:
     assert not logp.grad[~mask].any()
 
 
+@pytest.mark.field_report("R10")
 def test_on_policy_ratio_is_one_and_kl_zero() -> None:
     logp = torch.linspace(-30, -1e-6, 1001).requires_grad_(True)
     same = logp.detach()

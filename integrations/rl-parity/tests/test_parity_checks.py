@@ -14,6 +14,7 @@ def test_equal_bits_give_zero_counts():
     assert (v.valid_count, v.mismatch_count, v.max_abs_diff, v.not_compared) == (48, 0, 0.0, None)
 
 
+@pytest.mark.field_report("R44")
 def test_one_ulp_in_one_token_is_a_mismatch_with_its_place():
     s = samples()
     s.train[13] = np.nextafter(s.train[13], np.float32(0))
@@ -40,6 +41,7 @@ def test_a_kl_that_rounds_to_zero_is_still_a_mismatch():
     assert abs(metrics.step_metrics(s)["kl_rollout_to_train"]) < 1e-6
 
 
+@pytest.mark.field_report("R82")
 def test_absent_values_are_counted_and_never_read_as_zero():
     s = samples()
     s.rollout[4], s.absent[4] = np.nan, True
@@ -53,6 +55,7 @@ def test_nan_on_both_sides_is_nonfinite_not_equal_silently():
     assert verdict_of(s).nonfinite_count == 1
 
 
+@pytest.mark.field_report("R66")
 def test_token_ids_come_first_and_stop_the_comparison():
     s = samples()
     s.train[:] += 1
@@ -64,6 +67,7 @@ def test_token_ids_come_first_and_stop_the_comparison():
     assert "token ids" in v.not_compared
 
 
+@pytest.mark.field_report("R66")
 def test_shifted_pairing_is_named_as_pairing_not_as_numerics():
     s = samples()
     v = verdict_of(s, scored_tokens=np.roll(s.tokens, 6).astype(np.int64))
@@ -71,6 +75,7 @@ def test_shifted_pairing_is_named_as_pairing_not_as_numerics():
     assert v.not_compared
 
 
+@pytest.mark.field_report("R62")
 def test_tokens_of_other_weights_stop_the_comparison():
     s = samples()
     versions = [[(VERSION, 0, 6)]] * 7 + [[("run-test:1:0123456789ab", 0, 2), (VERSION, 2, 6)]]
@@ -84,6 +89,7 @@ def test_a_token_without_a_version_counts_as_foreign():
     assert foreign_tokens([], 5, VERSION) == 5
 
 
+@pytest.mark.field_report("R01", "R06")
 @pytest.mark.parametrize("temperature", [0.6, 0.7, 1.5])
 def test_other_sampling_semantics_are_not_compared(temperature):
     rollout = Identity(
@@ -95,6 +101,7 @@ def test_other_sampling_semantics_are_not_compared(temperature):
     assert "'raw'" in v.not_compared
 
 
+@pytest.mark.field_report("R44")
 def test_another_contract_is_not_compared():
     semantics = metrics.semantics(RunConfig())
     v = verdict_of(samples(), train=Identity(semantics=semantics, profiles=[profile(leaves=4).fingerprint]))
@@ -103,6 +110,7 @@ def test_another_contract_is_not_compared():
     assert "rollout holds contract none" in v.not_compared
 
 
+@pytest.mark.field_report("R16")
 def test_ratio_histogram_has_a_bucket_for_equal_bits_alone():
     s = samples()
     s.train[0] = np.nextafter(s.train[0], np.float32(0))

@@ -75,6 +75,7 @@ def push(client, directory: Path, weights, step: int, shape=SHAPE) -> PolicyVers
     return version
 
 
+@pytest.mark.field_report("R01", "R07", "R17")
 def test_report_proves_that_every_boundary_is_strict(strict, profile):
     rl_vllm.reset_launches(strict)
     raw_generate(strict, PROMPTS[:3], PARAMS[:3])
@@ -89,6 +90,7 @@ def test_report_proves_that_every_boundary_is_strict(strict, profile):
         rl_vllm.assert_strict(strict, other)
 
 
+@pytest.mark.field_report("R01", "R02")
 def test_train_generation_equals_packed_forward(strict, cold, profile):
     generated, short = cold
     sequences = [p + ids for p, (ids, _) in zip(PROMPTS + SHORT, generated + short)]
@@ -101,12 +103,14 @@ def test_train_generation_equals_packed_forward(strict, cold, profile):
     assert not torch.equal(torch.cat([e[-16:] for e in wrong]), torch.cat([v[-16:] for _, v in generated + short]))
 
 
+@pytest.mark.field_report("R49")
 def test_phase_warm_prefix_equals_cold(strict, cold):
     outputs = raw_generate(strict, PROMPTS, PARAMS)
     assert sum(o.num_cached_tokens for o in outputs) > 500
     assert_same([tokens_and_logprobs(o) for o in outputs], cold[0])
 
 
+@pytest.mark.field_report("R30")
 def test_batch_alone_equals_among_33_mates(strict, cold):
     mates = [prompt(1000 + i, 1 + 11 * i) for i in range(33)]
     mate_params = [sampled(i, tokens=20, temperature=0.0 if i % 3 == 0 else 1.3) for i in range(33)]
@@ -117,6 +121,7 @@ def test_batch_alone_equals_among_33_mates(strict, cold):
     assert_same(generate(strict, [PROMPTS[6]], [PARAMS[6]]), [cold[0][6]])
 
 
+@pytest.mark.field_report("R26")
 def test_phase_rescoring_equals_generation(strict):
     from vllm import SamplingParams
 
@@ -137,6 +142,7 @@ def test_sampling_continues_where_an_aborted_rollout_stopped(strict, cold):
     assert_same(rest, [(ids[5:], logprobs[5:])])
 
 
+@pytest.mark.field_report("R04")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -161,6 +167,7 @@ def test_bad_input_sampling_parameter_is_named(strict, changes, named):
         raw_generate(strict, [PROMPTS[2]], [params])
 
 
+@pytest.mark.field_report("R40", "R58")
 def test_layout_tp2_in_chunks_of_64_equals_tp1(checkpoint, profile, cold, tmp_path):
     with engine(profile, checkpoint, tp=2, max_num_batched_tokens=64, max_num_seqs=16) as llm:
         assert_same(generate(llm, PROMPTS, PARAMS), cold[0])
@@ -184,6 +191,7 @@ def test_phase_preempted_in_chunks_of_7_equals_undisturbed(checkpoint, profile, 
         rl_vllm.assert_strict(llm, profile)
 
 
+@pytest.mark.field_report("R40")
 def test_layout_tp4_llama_tied_fp32_equals_packed_forward(tmp_path):
     rope = {
         "rope_type": "llama3",
@@ -207,35 +215,32 @@ def test_layout_tp4_llama_tied_fp32_equals_packed_forward(tmp_path):
     assert_same(generated, [(ids, e[-len(ids) :]) for e, (ids, _) in zip(expected, generated)])
 
 
-def one_by_one(llm):
-    """vLLM's own operators depend on the batch, which depends on when requests arrive; alone each is repeatable."""
-    return [generate(llm, [p], [s])[0] for p, s in zip(PROMPTS[:6], PARAMS)]
-
-
+@pytest.mark.field_report("R30")
 def test_off_native_engine_beside_a_strict_one_is_untouched(strict, checkpoint, profile, tmp_path, monkeypatch):
     """One process starts a strict engine, an audited one and one without our plugin: the last two agree."""
-    with engine(profile, checkpoint, mode="audit", enforce_eager=True) as llm:
+    with engine(profile, checkpoint, mode="audit") as llm:
         (report,) = rl_vllm.report(llm)
         assert not [label for label in report["modules"] if "rl_vllm" in label]
         assert report["sampler"].startswith("vllm.")
         with pytest.raises(ContractError, match="mode is 'audit'"):
             rl_vllm.assert_strict(llm, profile)
-        audited = one_by_one(llm)
+        audited = generate(llm, PROMPTS, PARAMS)
         assert not rl_vllm.report(llm)[0]["launches"]
         client = rl_vllm.VllmEngineClient(llm)
         with pytest.raises(Exception, match="push weights first"):
             client.shard_digests()
         push(client, tmp_path, tiny_weights(CONFIG, seed=1), 1)
-        assert [ids for ids, _ in one_by_one(llm)] != [ids for ids, _ in audited]
+        assert [ids for ids, _ in generate(llm, PROMPTS, PARAMS)] != [ids for ids, _ in audited]
         push(client, tmp_path, WEIGHTS, 2)
-        assert_same(one_by_one(llm), audited)
+        assert_same(generate(llm, PROMPTS, PARAMS), audited)
     monkeypatch.setenv("VLLM_PLUGINS", "")
     with engine(profile, checkpoint, mode="native", logprobs_mode="processed_logprobs") as llm:
-        assert_same(one_by_one(llm), audited)
+        assert_same(generate(llm, PROMPTS, PARAMS), audited)
         with pytest.raises(MissingSupport, match="engine_args"):
             rl_vllm.assert_strict(llm, profile)
 
 
+@pytest.mark.field_report("R57", "R58", "R61", "R62")
 def test_push_own_weights_other_weights_and_a_broken_one(strict, cold, profile, tmp_path):
     client = rl_vllm.VllmEngineClient(strict)
     assert client.weight_version() == "default"

@@ -28,6 +28,7 @@ def exact_gradients(s, grad):
     return q.grad, k.grad, v.grad
 
 
+@pytest.mark.field_report("R41")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "head_dim"), [(1, 2, 1, 8), (65, 6, 2, 40), (700, 4, 2, 64)])
 def test_accuracy_of_gradients_against_fp64(lab, length, heads, kv_heads, head_dim, dtype, bound):
@@ -90,6 +91,7 @@ def test_repeat_twenty_times_same_gradients(lab):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(s.q, s.k, s.v, grad, [400], s.scale)))
 
 
+@pytest.mark.field_report("R15")
 def test_batch_packing_order_and_mates_leave_gradients(lab):
     sequences = {n: lab.sequence(n, seed=n, dtype=torch.float32) for n in (1, 17, 130, 600)}
     alone = {n: gradients(s.q, s.k, s.v, grad_like(s), [n], s.scale) for n, s in sequences.items()}
@@ -140,6 +142,7 @@ def test_lse_carries_no_gradient(lab):
     assert not lse.requires_grad
 
 
+@pytest.mark.field_report("R54")
 def test_compiled_gradients_equal_eager(lab):
     s = lab.sequence(130)
     grad = grad_like(s)

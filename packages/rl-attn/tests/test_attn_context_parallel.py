@@ -57,6 +57,7 @@ def test_no_rank_is_an_early_rank(lab):
     assert torch.equal(out, rl_attn.attention_packed(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, scale=0.2))
 
 
+@pytest.mark.field_report("R34", "R86")
 @pytest.mark.parametrize("world", [2, 4])
 def test_padding_behind_a_sequence_changes_no_real_row(lab, world):
     real = [13, 601]

@@ -55,6 +55,7 @@ def test_kernel_equals_reference_for_other_tiles(lab, key_tile, segment):
     assert lab.folded_segments() == [segments_of(300, segment)]
 
 
+@pytest.mark.field_report("R26", "R49")
 @pytest.mark.parametrize("length", LENGTHS)
 def test_phase_every_path_equals_packed(lab, length):
     s = lab.sequence(length, seed=length)
@@ -116,6 +117,7 @@ def test_page_size_order_and_layout_leave_bits(lab, block_size, layout):
     assert max(lab.folded_segments()) == 2
 
 
+@pytest.mark.field_report("R68")
 @pytest.mark.parametrize("layout", ["vllm_cpu", "vllm_split"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_layout_is_named_for_every_number_of_local_kv_heads(lab, kv_heads, layout):
@@ -141,6 +143,7 @@ def test_layout_heads_split_over_tp_equal_all_heads(lab):
     assert max(lab.folded_segments()) == 2
 
 
+@pytest.mark.field_report("R26", "R30")
 def test_batch_row_alone_equals_row_with_33_mates(lab):
     lengths = [600, *[1 + 37 * n % 531 for n in range(32)], 1500]
     sequences = [lab.sequence(n, seed=i) for i, n in enumerate(lengths)]
@@ -162,6 +165,7 @@ def test_batch_row_alone_equals_row_with_33_mates(lab):
     assert max(lab.folded_segments()) == 3
 
 
+@pytest.mark.field_report("R15", "R86")
 @pytest.mark.parametrize("pack", [(17, 512, 1), (1, 512, 17), (512, 1, 17), (0, 17, 0, 512, 1)])
 def test_batch_any_packing_order_equals_alone(lab, pack):
     # R15: packed against alone; R86: padding removed or kept
@@ -178,6 +182,7 @@ def test_batch_any_packing_order_equals_alone(lab, pack):
         begin += s.length
 
 
+@pytest.mark.field_report("R34", "R86")
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_batch_padded_rows_equal_packed(lab, side):
     # R86: right padding is later keys that no row sees; left padding is a sequence of its own in front
@@ -192,6 +197,7 @@ def test_batch_padded_rows_equal_packed(lab, side):
     assert max(lab.folded_segments()) == 2
 
 
+@pytest.mark.field_report("R26")
 @pytest.mark.parametrize("keys", [1, 127, 128, 129, 2047, 2048, 2049, 8192])
 def test_phase_one_query_equals_last_row_of_prefill_with_a_long_mate(lab, keys):
     # R26: split counts that follow the longest sequence of the batch
@@ -275,6 +281,7 @@ def test_accuracy_against_fp64(lab):
     assert float((s.lse.double() - scores.logsumexp(-1).T).abs().max()) < 1e-5
 
 
+@pytest.mark.field_report("R54")
 def test_compiled_caller_equals_eager(lab):
     s = lab.sequence(300)
     cu = torch.tensor([0, 300])

@@ -82,6 +82,7 @@ def test_gradient_is_the_inverse_rotation():
     assert torch.equal(k.grad, rotary_reference(gk, at, table.cos, -table.sin))
 
 
+@pytest.mark.field_report("R25")
 @pytest.mark.parametrize(("theta", "dim"), [(1e4, 128), (1e6, 64), (5e5, 96)])
 def test_table_is_fp64_rounded_once(theta, dim):
     # R25, C11: positions where a bf16 position, table or inverse frequency goes wrong
@@ -112,6 +113,7 @@ class Layer(torch.nn.Module):
         self.rope = rope_table(512, 128, 1e6)
 
 
+@pytest.mark.field_report("R25")
 def test_table_survives_bf16_deepcopy_and_reload():
     layer = Layer()
     cos = layer.rope.cos.clone()
@@ -203,6 +205,7 @@ def test_bad_arguments_are_refused(change, message):
         rl_attn.rotary(**call)
 
 
+@pytest.mark.field_report("R54")
 def test_compiled_caller_equals_eager():
     table = rope_table(64, 16, 1e4)
     x = torch.randn(64, 2, 16)

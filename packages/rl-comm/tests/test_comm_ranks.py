@@ -244,6 +244,7 @@ def run_rank(rank, world, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.field_report("R35", "R38", "R41")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_layout_ranks_equal_the_tree(world, tmp_path):
     done = subprocess.run(
@@ -257,6 +258,7 @@ def test_layout_ranks_equal_the_tree(world, tmp_path):
     assert {row["layout"] for row in rows} == {f"world{world}"}
 
 
+@pytest.mark.field_report("R39")
 def test_a_group_of_another_backend_is_refused():
     pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())

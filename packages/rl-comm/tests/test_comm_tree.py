@@ -44,6 +44,7 @@ def test_layout_subtree_roots_join_to_the_same_bits(world):
     assert torch.equal(tree_sum(roots), tree_sum(leaves))
 
 
+@pytest.mark.field_report("R38")
 @pytest.mark.parametrize("world", [4, 8])
 def test_misordered_sums_are_noticed(world):
     x = cancelling(world, 4096)
@@ -55,6 +56,7 @@ def test_misordered_sums_are_noticed(world):
     assert not torch.equal(ring, want)
 
 
+@pytest.mark.field_report("R38")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bf16_per_hop_is_noticed(world):
     x = torch.randn(world, 4096)
@@ -71,6 +73,7 @@ def sum_in_order(x):
     return total
 
 
+@pytest.mark.field_report("R40")
 def test_r40_bf16_partials_lose_the_match_with_one_rank():
     """Row-parallel layer of K=4096 whose partials are rounded to bf16: 63, 51 and 44 % of outputs equal one rank's."""
     g = torch.Generator().manual_seed(0)

@@ -54,6 +54,7 @@ def test_fingerprint_ignores_mapping_order():
     assert a.fingerprint == b.fingerprint
 
 
+@pytest.mark.field_report("R44")
 def test_profile_names_the_field_that_differs():
     a = Profile(name="a", settings=SETTINGS, contracts={"gemm.row": contract()})
     b = Profile(name="b", settings=SETTINGS, contracts={"gemm.row": contract(merge="left fold")})
@@ -96,6 +97,7 @@ def test_compare_signed_zero_nan_payload_and_denormal_are_bits():
     assert compare(a, d).max_ulp == 1
 
 
+@pytest.mark.field_report("R44")
 def test_compare_one_token_off_by_one_ulp_is_one_mismatch():
     # R99: a KL rounds this to zero, an integer does not
     a = torch.full((4096,), -1.2345)
@@ -110,6 +112,7 @@ def test_compare_one_token_off_by_one_ulp_is_one_mismatch():
     assert compare(a, b, mask).valid_count == 4095
 
 
+@pytest.mark.field_report("R81")
 def test_compare_empty_mask_is_zero_valid_not_nan():
     a = torch.zeros(8)
     v = compare(a, a, torch.zeros(8, dtype=torch.bool))

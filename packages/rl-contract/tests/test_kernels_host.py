@@ -96,6 +96,7 @@ def test_helpers_are_for_kernels_only():
         narrow(1.0, 1)
 
 
+@pytest.mark.field_report("R32")
 def test_processes_that_start_together_compile_once_and_changed_sources_are_compiled_again(tmp_path):
     package = tmp_path / "little"
     package.mkdir()

@@ -80,6 +80,7 @@ def test_a_bias_added_first_is_noticed():
     assert (bias_first(x, weight) != got).float().mean() > 0.4
 
 
+@pytest.mark.field_report("R18")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("size", [(512, 1024), (129, 333)])
 def test_batch_row_alone_equals_row_in_batch(dtype, size):
@@ -98,6 +99,7 @@ def test_batch_row_alone_equals_row_in_batch(dtype, size):
                 assert torch.equal(accumulators(left, right), full[:m]), m
 
 
+@pytest.mark.field_report("R09", "R14")
 def test_batch_micro_batch_size_leaves_rows_alone():
     """R09, R14: scoring 4 sequences at once, two at a time or one at a time gives the same rows."""
     hidden = torch.randn(4 * 128, 256).to(torch.bfloat16)
@@ -112,6 +114,7 @@ def test_batch_micro_batch_size_leaves_rows_alone():
         assert torch.equal(torch.cat([block(x) for x in hidden.split(size)]), whole)
 
 
+@pytest.mark.field_report("R34")
 def test_batch_padding_rows_leave_real_rows_alone():
     """R34: a batch of one padded to 64 rows, even with NaN, keeps its row."""
     weight = torch.randn(300, 200).to(torch.bfloat16)
@@ -197,6 +200,7 @@ def test_callers_in_several_threads_at_once():
     assert all(torch.equal(g, want) for g in got)
 
 
+@pytest.mark.field_report("R33")
 @settings(max_examples=60, deadline=None)
 @given(
     m=st.integers(1, 9),

@@ -43,6 +43,7 @@ def test_batch_input_gradient_of_a_row_alone():
         assert torch.equal(ops.grad_input(dy[row : row + 1], weight, 4)[0], full[row])
 
 
+@pytest.mark.field_report("R41")
 def test_gradients_against_fp64():
     x, weight, bias = torch.randn(3, 50, 64), torch.randn(96, 64), torch.randn(96)
     ours = [t.clone().requires_grad_() for t in (x, weight, bias)]

@@ -90,6 +90,7 @@ def test_ops_keep_the_rules_of_custom_ops():
     torch.library.opcheck(ops.swiglu_backward, (torch.randn(5, 16), x), test_utils=checks)
 
 
+@pytest.mark.field_report("R54")
 def test_graph_traced_equals_eager():
     w = torch.randn(32, 64).to(torch.bfloat16)
 

@@ -27,6 +27,7 @@ def test_a_left_fold_of_the_leaves_is_noticed():
         assert (wrong != got).float().mean() > 0.3
 
 
+@pytest.mark.field_report("R40")
 def test_layout_tp_1_2_4_8_sub_trees_join_to_one_tree():
     x, weight = torch.randn(256, 512).to(torch.bfloat16), torch.randn(4096, 512).to(torch.bfloat16)
     whole = ops.matmul_tree(x, weight, 8)
@@ -36,6 +37,7 @@ def test_layout_tp_1_2_4_8_sub_trees_join_to_one_tree():
         assert torch.equal(reference.join(roots), whole), world
 
 
+@pytest.mark.field_report("R40")
 def test_layout_bf16_partials_would_differ():
     """R40, C6: partial sums rounded to bf16 before the reduction agree with one rank in about half of the outputs."""
     x, weight = torch.randn(16, 4096).to(torch.bfloat16), torch.randn(512, 4096).to(torch.bfloat16)
@@ -49,6 +51,7 @@ def test_layout_bf16_partials_would_differ():
         assert torch.equal(reference.join(roots).to(torch.bfloat16), rl_gemm.linear(x, weight, leaves=world))
 
 
+@pytest.mark.field_report("R14", "R40")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_layout_row_parallel_equals_one_rank(dtype, world, on_ranks):

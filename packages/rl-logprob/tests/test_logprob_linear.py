@@ -127,6 +127,7 @@ def test_layout_tp_1_2_4_8_over_a_quarter_million_tokens():
             assert torch.equal(bits(got), bits(want))
 
 
+@pytest.mark.field_report("R43")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layout_gradients_equal_at_every_world_size(dtype):
     """Every world holds its share of 8 leaves; targets live on other ranks than the rank that asks."""
@@ -157,6 +158,7 @@ def test_misordered_reduction_of_the_hidden_gradient_is_noticed():
     assert not torch.equal(bits(other), bits(want))
 
 
+@pytest.mark.field_report("R41")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_r41_gradients_against_fp64(dtype, tolerance, per_row):
@@ -210,6 +212,7 @@ def test_repeat_backward_gives_the_same_bits_and_frozen_inputs_get_none():
     assert torch.equal(bits(rows.grad), bits(a[3]))
 
 
+@pytest.mark.field_report("R09", "R13")
 def test_batch_row_alone_equals_row_in_batch():
     h, w, targets = make(130, 48, 600, 32, torch.bfloat16)
     whole = lp.linear_logprob(h, w, targets, vocab_size=600, vocab_tile=32)
@@ -221,6 +224,7 @@ def test_batch_row_alone_equals_row_in_batch():
     assert torch.equal(bits(inside), bits(whole))
 
 
+@pytest.mark.field_report("R10", "R16")
 def test_r10_r16_the_ratio_of_one_update_is_exactly_one():
     h, w, targets = make(40, 32, 300, 16, torch.bfloat16)
     old = lp.linear_logprob(h, w, targets, vocab_size=300, vocab_tile=16).detach()

@@ -83,6 +83,7 @@ def test_c14_a_bias_of_a_thousandth_grows_with_length_in_sequence_figures(length
     assert m["ratio_max"] == pytest.approx(1.001, abs=1e-5)
 
 
+@pytest.mark.field_report("R81")
 def test_r81_empty_mask_gives_zero_valid_and_no_nan():
     r, mask = pair()
     m = rollout_metrics(r, r + 1, mask & False)
@@ -96,6 +97,7 @@ def test_r81_empty_mask_gives_zero_valid_and_no_nan():
     assert empty["valid_count"] == 0
 
 
+@pytest.mark.field_report("R82")
 def test_r82_only_masked_in_tokens_count():
     """Half of the response is tool output, whose placeholder would inflate every figure."""
     r, mask = pair()
@@ -108,6 +110,7 @@ def test_r82_only_masked_in_tokens_count():
     assert inflated["mismatch_count"] == 100
 
 
+@pytest.mark.field_report("R82")
 def test_r97_absent_values_are_absent_never_zero():
     mask = torch.ones(2, 3, dtype=torch.bool)
     given = as_logprobs([-1.0, None, -2.0, -0.5, None, -0.25]).view(2, 3)
@@ -134,6 +137,7 @@ def test_nonfinite_values_are_counted_and_named():
     json.dumps(m, allow_nan=False)
 
 
+@pytest.mark.field_report("R66")
 def test_r66_wrong_pairing_shows_as_wholly_different_samples():
     """Responses of two samples swapped: few samples, all of their tokens, whole nats; ids tell it outright."""
     r, mask = pair((8, 50))

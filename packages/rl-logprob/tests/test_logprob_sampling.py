@@ -30,6 +30,7 @@ def test_neighbouring_positions_are_independent():
         assert abs(float((x[lag:] * x[:-lag]).mean())) < 4 / math.sqrt(1 << 16)
 
 
+@pytest.mark.field_report("R30")
 def test_batch_choice_does_not_depend_on_mates_order_padding_or_threads():
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(300, 5000, generator=g) * 3
@@ -99,6 +100,7 @@ def test_ties_take_the_lowest_id_and_masked_ids_are_never_drawn():
     ).tolist() == [8]
 
 
+@pytest.mark.field_report("R79")
 def test_r79_padding_of_the_head_is_never_sampled():
     """Ids from the tokenizer's size on carry the largest logits here, and still are not drawn."""
     logits = torch.zeros(2000, 128)

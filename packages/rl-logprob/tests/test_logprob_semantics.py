@@ -6,6 +6,7 @@ from rl_contract import ContractError
 from rl_logprob import SamplingSemantics, check_sampling_semantics
 
 
+@pytest.mark.field_report("R01", "R07")
 def test_r01_r07_two_sides_of_different_meaning_are_not_compared():
     rollout = SamplingSemantics(mode="raw", temperature=0.7)
     train = SamplingSemantics(temperature=0.7, top_p=0.95)
@@ -15,6 +16,7 @@ def test_r01_r07_two_sides_of_different_meaning_are_not_compared():
     train.require_same(SamplingSemantics.from_dict(train.to_dict()))
 
 
+@pytest.mark.field_report("R04")
 def test_r04_strict_refusal_lists_every_violation_at_once():
     with pytest.raises(ContractError) as error:
         check_sampling_semantics(
@@ -42,6 +44,7 @@ def test_r04_strict_refusal_lists_every_violation_at_once():
         assert name in str(error.value)
 
 
+@pytest.mark.field_report("R06")
 def test_r06_raw_on_both_sides_is_refused_unless_it_is_the_sampling_distribution():
     with pytest.raises(ContractError, match=r"mode='raw' at temperature=0\.6"):
         check_sampling_semantics(mode="raw", temperature=0.6)

@@ -25,6 +25,7 @@ def test_equals_reference(dtype, hidden):
     assert [(r["plan"], r["count"]) for r in launches()] == [("plain", 1), ("residual", 1)]
 
 
+@pytest.mark.field_report("R20")
 def test_r20_row_bits_do_not_change_at_256_rows():
     """R20: same row, same bits at 1, 255, 256, 257 and 4096 rows, with and without residual (16.8 million outputs)."""
     x, residual = (torch.randn(4096, 4096).to(torch.bfloat16) for _ in range(2))
@@ -39,8 +40,9 @@ def test_r20_row_bits_do_not_change_at_256_rows():
         assert torch.equal(rms_norm(x[row], weight, 1e-6), plain[row])
 
 
+@pytest.mark.field_report("R20")
 def test_another_width_of_the_reduction_is_noticed():
-    """R20: same row, same bits at 1, 255, 256, 257, 4096 rows, with and without residual (16.8 million outputs)."""
+    """R20: a launch of 256 threads and one of 1024 add in two orders, and neither is the contract's."""
     x, weight = torch.randn(4096, 4096).to(torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     rstd = ops.rms_norm(x, weight, 1e-6)[1]
     square = x.float() * x.float()
@@ -62,6 +64,7 @@ def test_another_width_of_the_reduction_is_noticed():
         assert (wrong != rstd).float().mean() > 0.01
 
 
+@pytest.mark.field_report("R21")
 def test_r21_the_sum_is_rounded_before_the_variance_and_the_product():
     """R21, C2: normalising the unrounded sum would change about a fifth of the outputs."""
     x = torch.randn(64, 4096).to(torch.bfloat16)
@@ -75,6 +78,7 @@ def test_r21_the_sum_is_rounded_before_the_variance_and_the_product():
     assert 0.15 < (late != y).float().mean() < 0.25
 
 
+@pytest.mark.field_report("R22")
 def test_r22_weight_is_applied_before_rounding():
     """R22, C1: rounding to bf16 before the product with weight agrees in about 74 % of the outputs only."""
     x, weight = torch.randn(64, 4096).to(torch.bfloat16), torch.randn(4096).to(torch.bfloat16)
@@ -118,6 +122,7 @@ def test_batch_row_alone_equals_row_in_batch(rows, hidden, bf16, add, seed):
         assert torch.equal(s, stream[i])
 
 
+@pytest.mark.field_report("R34")
 def test_batch_padding_rows_leave_real_rows_alone():
     """R34."""
     padded = torch.full((64, 100), float("nan"))

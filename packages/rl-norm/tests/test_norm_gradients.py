@@ -28,6 +28,7 @@ def test_gradients_equal_reference(dtype):
     assert torch.equal(w.grad, reference.grad_weight(dy, x, EPS).to(dtype))
 
 
+@pytest.mark.field_report("R41")
 def test_gradients_against_fp64():
     x, residual, weight = torch.randn(9, 7, 64), torch.randn(9, 7, 64), torch.randn(64)
     ours = [t.clone().requires_grad_() for t in (x, weight, residual)]

@@ -38,6 +38,7 @@ BAD = {
 }
 
 
+@pytest.mark.field_report("R22")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused(name):
     call, words = BAD[name]
@@ -63,6 +64,7 @@ def test_ops_keep_the_rules_of_custom_ops():
     torch.library.opcheck(ops.grad_weight, (x, x, torch.rand(5)), test_utils=checks)
 
 
+@pytest.mark.field_report("R54")
 def test_graph_traced_equals_eager():
     w = torch.randn(64)
     traced = torch.compile(

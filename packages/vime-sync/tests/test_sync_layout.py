@@ -47,6 +47,7 @@ def shape_of(**changes):
     return ModelShape.from_hf_config({**QWEN3, **changes})
 
 
+@pytest.mark.field_report("R65")
 @settings(max_examples=40, deadline=None)
 @given(
     architecture=st.sampled_from(["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]),
@@ -95,6 +96,7 @@ def test_layout_round_trip_hf_megatron_hf_is_bitwise(
     assert all(same(hf[name], back[name]) for name in hf)
 
 
+@pytest.mark.field_report("R65")
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_layout_joined_shards_equal_rank_list(tp):
     shape = shape_of(num_key_value_heads=2)
@@ -110,6 +112,7 @@ def test_layout_joined_shards_equal_rank_list(tp):
     assert all(same(hf[name], back[name]) for name in hf)
 
 
+@pytest.mark.field_report("R65")
 def test_layout_qkv_is_interleaved_by_group_and_fc1_is_gate_up_per_rank():
     shape = shape_of(num_attention_heads=4, num_key_value_heads=2, head_dim=1, hidden_size=1, intermediate_size=4)
     hf = {name: torch.zeros(size) for name, size in shape.hf_shapes()}
@@ -221,6 +224,7 @@ def stack(shards, shape):
     return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in engine.items()}
 
 
+@pytest.mark.field_report("R65", "R68")
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -250,6 +254,7 @@ def test_layout_vllm_pads_the_vocabulary_to_64_with_zero_rows():
     assert not torch.cat(shards)[101:].any()
 
 
+@pytest.mark.field_report("R57")
 def test_layout_an_engine_that_packed_its_weights_away_is_noticed():
     shape = shape_of()
     engine = stack(dict(vllm_shards(weights(shape), shape, 0, 1)), shape)
@@ -266,6 +271,7 @@ def test_layout_an_engine_that_packed_its_weights_away_is_noticed():
         assert text in str(error.value)
 
 
+@pytest.mark.field_report("R55", "R57")
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -274,6 +280,8 @@ def test_layout_an_engine_that_packed_its_weights_away_is_noticed():
         ({"architectures": None, "model_type": "mistral"}, "mistral"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention layers"),
+        ({"mamba_d_state": 16}, "state-space layers"),
         ({"num_experts": 8}, "mixture of experts"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -309,6 +317,7 @@ def test_digest_is_sha256_of_the_bytes():
         tensor_digest(torch.empty(1, device="meta"))
 
 
+@pytest.mark.field_report("R68")
 def test_layout_vllm_rank_holds_the_key_head_that_its_queries_read():
     hf = weights(shape_of(num_key_value_heads=2))
     key = hf["model.layers.0.self_attn.k_proj.weight"]

@@ -62,6 +62,7 @@ def test_spans_with_a_gap_or_overlap_are_refused_at_the_token(spans, named):
     refused(lambda: check_spans(spans, 5), named)
 
 
+@pytest.mark.field_report("R62")
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(0, 30))
 def test_spans_from_pause_boundaries_give_each_token_the_version_then_serving(cuts, generated):
     starts = [(0, "v0")] + [(min(cut, generated), f"v{i + 1}") for i, cut in enumerate(sorted(cuts))]
@@ -98,6 +99,7 @@ def test_ledger_whole_run_is_continuous_and_counts(tmp_path):
         refused(lambda: again.check_run(4), "step 4 is beyond the run's 4 steps")
 
 
+@pytest.mark.field_report("R62")
 def test_ledger_staleness_is_counted_from_the_oldest_token_and_bounded():
     ledger = StepLedger(run_id="run", max_staleness=2)
     train(ledger, 3)
@@ -117,6 +119,7 @@ def test_ledger_staleness_is_counted_from_the_oldest_token_and_bounded():
     assert ledger.check_run(4)["staleness_max"] == 2
 
 
+@pytest.mark.field_report("R62")
 def test_ledger_unpublished_versions_are_refused():
     ledger = StepLedger(run_id="run")
     refused(lambda: ledger.add_sample("a", generated=1, spans=[("default", 0, 1)]), "never published", "default")
@@ -141,6 +144,7 @@ def test_ledger_versions_and_steps_ascend_by_one():
     refused(lambda: ledger.consume(1, ["a"]), "the version being served is run:0", "consumed by step 0")
 
 
+@pytest.mark.field_report("R66")
 def test_ledger_a_sample_is_consumed_once_and_with_its_own_tokens():
     ledger = StepLedger(run_id="run", max_staleness=9)
     ledger.add_version(V[0])

@@ -48,6 +48,7 @@ def held(engine):
     return engine.held_digest()
 
 
+@pytest.mark.field_report("R57")
 @pytest.mark.parametrize("parallel", [False, True])
 def test_publish_reaches_every_state_in_order_and_all_engines_serve_the_bytes(push, parallel):
     engines = fleet()
@@ -70,6 +71,7 @@ def test_publish_reaches_every_state_in_order_and_all_engines_serve_the_bytes(pu
             assert engine.generate("2+2=").version == str(version)
 
 
+@pytest.mark.field_report("R58")
 def test_publish_of_own_weights_leaves_the_bits_unchanged(push):
     engines = fleet()
     publisher = Publisher(engines, SHAPE)
@@ -80,6 +82,7 @@ def test_publish_of_own_weights_leaves_the_bits_unchanged(push):
     assert [held(engine) for engine in engines] == before
 
 
+@pytest.mark.field_report("R61")
 def test_publish_clears_the_prefix_cache_between_two_equal_prompts(push):
     engine = FakeEngine("a", SHAPE)
     publisher = Publisher([engine], SHAPE)
@@ -105,6 +108,7 @@ STEP_OF_FAULT = {
 }
 
 
+@pytest.mark.field_report("R61", "R62")
 @pytest.mark.parametrize("fault", STEP_OF_FAULT)
 def test_publish_that_fails_at_any_step_poisons_all_advances_nothing_and_can_be_repaired(push, fault):
     engines = fleet()
@@ -240,6 +244,7 @@ def test_a_claim_that_fails_on_one_engine_leaves_all_serving_the_old_version(pus
     assert publisher.serving() == engines[:1]
 
 
+@pytest.mark.field_report("R56")
 def test_a_restarted_engine_is_not_served_until_it_is_healed_and_the_others_are_left_alone(push):
     engines = fleet()
     publisher = Publisher(engines, SHAPE)
@@ -267,6 +272,7 @@ def test_a_restarted_engine_is_not_served_until_it_is_healed_and_the_others_are_
         publisher.check_serving()
 
 
+@pytest.mark.field_report("R56")
 def test_verify_notices_weights_that_changed_behind_the_label_and_poisons_only_that_engine(push):
     engines = fleet()
     publisher = Publisher(engines, SHAPE)

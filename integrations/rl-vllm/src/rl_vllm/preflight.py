@@ -26,6 +26,16 @@ HOOKS = (
     ("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens"),
 )
 
+# compiler passes that put another kernel where two of ours stand; vLLM switches some of them on by itself on GPUs
+FUSIONS = (
+    "fuse_allreduce_rms",
+    "fuse_gemm_comms",
+    "fuse_attn_quant",
+    "enable_qk_norm_rope_fusion",
+    "fuse_rope_kvcache",
+    "fuse_qk_norm_rope_kvcache",
+)
+
 
 def missing_hooks() -> list[str]:
     """Names of the hooks this vLLM lacks."""
@@ -121,6 +131,7 @@ def _engine(profile: Profile, vllm_config: Any) -> list[str]:
         found.append(f"dtype={dtype}, the profile has {profile.settings.dtype}: pass dtype={profile.settings.dtype!r}")
     if profile.settings.attention != "segments":
         found.append(f"attention={profile.settings.attention!r}: the paged CPU kernel serves 'segments'")
+    passes = vllm_config.compilation_config.pass_config
     asked = {
         "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
@@ -128,7 +139,8 @@ def _engine(profile: Profile, vllm_config: Any) -> list[str]:
         "expert parallel": bool(getattr(parallel, "enable_expert_parallel", False)),
         "decode context parallel": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "prefill context parallel": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "sequence parallel": bool(getattr(vllm_config.compilation_config.pass_config, "enable_sp", False)),
+        "sequence parallel": bool(getattr(passes, "enable_sp", False)),
+        **{f"the fusion pass {name}": bool(getattr(passes, name, False)) for name in FUSIONS},
         f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", dtype),
         "CPU offload of weights": bool(getattr(vllm_config, "offload_config", None) and _offloads(vllm_config)),
         "the V2 model runner": bool(getattr(vllm_config, "use_v2_model_runner", False)),

@@ -149,8 +149,13 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _refuse_features(config: Mapping[str, Any], architecture: str) -> None:
     refused = []
     # Llama never slides; Qwen configs carry a window that only counts with the switch on
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or []):
+    layer_types = set(config.get("layer_types") or [])
+    if config.get("use_sliding_window") or "sliding_attention" in layer_types:
         refused.append("sliding-window attention")
+    if other := layer_types - {"full_attention", "sliding_attention"}:
+        refused.append(f"{', '.join(sorted(other))} layers")
+    if any(config.get(key) for key in ("mamba_d_state", "ssm_cfg", "ssm_state_size")):
+        refused.append("state-space layers")
     if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         refused.append("mixture of experts")
     if config.get("attention_bias") and not _ARCHITECTURES[architecture][1]:

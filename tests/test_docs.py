@@ -1,0 +1,98 @@
+"""Generated pages are what their tools write now, and their sources are consistent."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+field_reports = tool("field_reports")
+
+
+def test_field_reports_page_is_fresh_and_every_row_is_shown_or_explained():
+    page, problems = field_reports.build()
+    assert not problems, "\n".join(problems)
+    assert field_reports.PAGE.read_text() == page, "run python tools/field_reports.py"
+
+
+def test_field_reports_cover_the_sections_a_cpu_can_show():
+    rows, _ = field_reports.read_rows()
+    assert {name for name in rows if int(name[1:]) <= 68 or int(name[1:]) in range(79, 88)} == {
+        f"R{n:02d}"
+        for n in (
+            *(1, 2, 3, 4, 6, 7, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 20, 21, 22, 24, 25, 26, 28, 30, 32, 33, 34, 35),
+            *(36, 37, 38, 39, 40, 41, 43, 44, 45, 49, 54, 55, 56, 57, 58, 61, 62, 65, 66, 68, 79, 81, 82, 86, 87),
+        )
+    }
+
+
+ROWS = """
+[A]
+title = "A"
+[A.R01]
+seen = "x#1"
+symptom = "s"
+right = "r"
+[A.R02]
+seen = "x#2"
+symptom = "s"
+right = "r"
+kind = "hardware"
+reason = "needs eight of them"
+"""
+TEST = 'import pytest\n@pytest.mark.field_report("R01")\ndef test_it(): pass\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "test", "problem"),
+    [
+        (ROWS, TEST, None),
+        (ROWS, TEST.replace("R01", "R07"), "shows R07, which field_reports.toml lacks"),
+        (ROWS, "def test_it(): pass", "R01 has no test"),
+        (ROWS, TEST.replace('"R01"', ""), "write the rows as text"),
+        (ROWS, TEST.replace('"R01"', "name"), "write the rows as text"),
+        (ROWS, TEST.replace("test_it", "helper"), "belongs on a test function"),
+        (ROWS, TEST + "pytestmark = pytest.mark.field_report('R01')", "belongs on a test function"),
+        (ROWS.replace('reason = "needs eight of them"', ""), TEST, "R02 is hardware and has no reason"),
+        (ROWS.replace('kind = "hardware"', 'kind = "refused"'), TEST, "R02 has no test"),
+        (ROWS.replace('kind = "hardware"', 'kind = "later"'), TEST, "R02 has kind 'later'"),
+        (ROWS.replace("symptom", "symptoms"), TEST, "R01 has no symptom"),
+    ],
+)
+def test_field_reports_notice_what_is_inconsistent(tmp_path, rows, test, problem):
+    (tmp_path / "rows.toml").write_text(rows)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text(test)
+    page, problems = field_reports.build(tmp_path, tmp_path / "rows.toml")
+    if problem is None:
+        assert not problems
+        assert "[tests: it](../tests/test_one.py)" in page
+        assert "Not shown on a CPU: needs eight of them" in page
+    else:
+        assert any(problem in p for p in problems), problems
+
+
+def test_contract_tables_are_fresh():
+    contract_tables = tool("contract_tables")
+    assert contract_tables.PAGE.read_text() == contract_tables.build(), "run python tools/contract_tables.py"
+
+
+def test_links_of_the_pages_lead_somewhere():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert not broken
