@@ -42,7 +42,7 @@ def test_support_is_the_same_on_both_sides_and_refusals_name_the_reason(title):
 @pytest.mark.parametrize(
     ("label", "named"),
     [
-        pytest.param("vision: Qwen2.5-VL", "Qwen2_5_VL", marks=pytest.mark.field_report("R11")),
+        pytest.param("vision: Qwen2.5-VL", "Qwen2_5_VL", marks=pytest.mark.field_report("R11", "R77")),
         pytest.param("vision: Qwen3-VL", "Qwen3VL", marks=pytest.mark.field_report("R11")),
         pytest.param("state space: Mamba-2", "Mamba2", marks=pytest.mark.field_report("R55")),
         pytest.param("hybrid: Nemotron-H", "NemotronH", marks=pytest.mark.field_report("R55")),

@@ -129,8 +129,8 @@ def build() -> str:
         "What both engines' gates answer when `python tools/support_table.py` runs; a test fails when this page says "
         "something else. A refusal comes before any weight is loaded and names its reason.",
         "",
-        "Accepted means that a run may start. Whole engines are compared bit for bit at TP 1, 2 and 4 and at CP 1 "
-        "and 2; TP 8 and CP 4 are operator by operator. The tests are listed under [field reports](field-reports.md).",
+        "Accepted means that a run may start. Bits are compared on whole trainers at TP 1 to 8 and CP 1 to 4 and on "
+        "whole engines at TP 1 to 4, TP 8 operator by operator; see [field reports](field-reports.md) for the tests.",
         "",
         "No accelerator is in the table before its results are published.",
     ]

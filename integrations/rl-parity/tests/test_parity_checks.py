@@ -33,6 +33,7 @@ def test_negative_zero_is_not_zero():
     assert verdict_of(s).mismatch_count == 1
 
 
+@pytest.mark.field_report("R99")
 def test_a_kl_that_rounds_to_zero_is_still_a_mismatch():
     s = samples()
     s.train[5] += np.float32(1e-7)
@@ -121,6 +122,7 @@ def test_ratio_histogram_has_a_bucket_for_equal_bits_alone():
     assert sum(counts.values()) == 48
 
 
+@pytest.mark.field_report("R98")
 def test_directions_of_the_divergences():
     s = samples()
     s.train[:] = s.rollout - np.float32(0.25)

@@ -49,6 +49,7 @@ def run(tmp_path, *options, faults=()):
     return cli.main(["run", "--out", str(out), "--steps", "3", *layout, *options]), RunDirectory(out)
 
 
+@pytest.mark.field_report("R13", "R16")
 def test_an_equal_run_exits_0_and_writes_everything(tmp_path, capsys):
     code, directory = run(tmp_path)
     assert code == 0
@@ -76,6 +77,7 @@ def test_the_native_arm_may_differ_without_failing_the_run(tmp_path):
     assert not arms["native"]["bitwise_equal"]
 
 
+@pytest.mark.field_report("R44", "R62", "R66")
 @pytest.mark.parametrize(
     ("fault", "words", "counted"),
     [
@@ -108,6 +110,7 @@ def test_a_pairing_error_ends_the_native_arm_too(tmp_path):
     assert len(directory.steps("native")) == 1
 
 
+@pytest.mark.field_report("R56", "R61")
 @pytest.mark.parametrize(
     ("fault", "word"),
     [

@@ -124,6 +124,7 @@ def test_a_truncated_file_is_refused(tmp_path, checkpoint):
     assert "can't be read" in "\n".join(problems(checkpoint, json.loads((checkpoint / "config.json").read_text())))
 
 
+@pytest.mark.field_report("R55", "R72", "R75")
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -141,6 +142,7 @@ def test_unsupported_architectures_are_refused_by_name(tmp_path, checkpoint, cha
     assert word in "\n".join(check(tmp_path, model=str(checkpoint)))
 
 
+@pytest.mark.field_report("R79")
 def test_ids_beyond_the_models_vocabulary_are_refused(tmp_path, checkpoint):
     config = {**hf_config(TINY["tiny-qwen3"]), "vocab_size": 40}
     (checkpoint / "config.json").write_text(json.dumps(config))

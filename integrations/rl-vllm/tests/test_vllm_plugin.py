@@ -70,6 +70,7 @@ def test_preflight_accepts_the_tiny_model(profile, tmp_path):
         rl_vllm.check_engine(profile, path, tp)
 
 
+@pytest.mark.field_report("R57", "R72", "R75")
 @pytest.mark.parametrize(
     ("changes", "tp", "named"),
     [
@@ -137,6 +138,7 @@ def test_bad_input_mode_and_excluded_plugin(profile, monkeypatch):
         rl_vllm.engine_args(profile, model="m")
 
 
+@pytest.mark.field_report("R01")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -316,6 +318,7 @@ def engine_with(report):
     return SimpleNamespace(collective_rpc=lambda *a, **k: [report])
 
 
+@pytest.mark.field_report("R17")
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -341,6 +344,7 @@ def test_report_of_a_worker_without_the_plugin_is_missing_support(profile):
         client.assert_strict(SimpleNamespace(collective_rpc=rpc), profile)
 
 
+@pytest.mark.field_report("R04")
 def test_bad_input_sampling_refusals_list_everything():
     from vllm import SamplingParams
 

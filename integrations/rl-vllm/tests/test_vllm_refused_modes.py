@@ -83,50 +83,6 @@ def test_an_engine_that_could_drop_its_weights_in_sleep_does_not_start(checkpoin
         configured(profile, checkpoint, enable_sleep_mode=True)
 
 
-def answer(profile, **changes: Any) -> dict[str, Any]:
-    """A worker's report after one forward pass of a strict two-layer model with q and k norms."""
-    counts = {"gemm.column": 5, "gemm.row": 4, "swiglu": 2, "rotary": 2, "attention": 2, "norm": 9}
-    return {
-        "mode": "strict",
-        "rank": 0,
-        "profile": profile.fingerprint,
-        "layers": 2,
-        "qk_norm": True,
-        "forwards": 1,
-        "modules": {"vllm.ColumnParallelLinear + rl_vllm.layers.StrictLinearMethod": 4, "rl_vllm.layers.StrictNorm": 9},
-        "sampler": "rl_vllm.sampling.StrictSampler",
-        "launches": [{"boundary": name, "count": n} for name, n in counts.items()],
-        **changes,
-    }
-
-
-def engine_that_answers(*reports: dict[str, Any]) -> Any:
-    return SimpleNamespace(collective_rpc=lambda method: list(reports))
-
-
-@pytest.mark.field_report("R17")
-def test_an_operator_that_is_not_ours_is_named_with_its_worker(profile):
-    assert rl_vllm.assert_strict(engine_that_answers(answer(profile)), profile)
-    stock = {"vllm.model_executor.layers.layernorm.RMSNorm": 1, "torch.nn.LayerNorm + vllm.method": 2}
-    skipped = [row for row in answer(profile)["launches"] if row["boundary"] != "norm"]
-    with pytest.raises(ContractError) as error:
-        rl_vllm.assert_strict(
-            engine_that_answers(
-                answer(profile),
-                answer(profile, rank=1, modules=stock, launches=skipped, sampler="vllm.v1.sample.sampler.Sampler"),
-            ),
-            profile,
-        )
-    for text in (
-        "rank 1: 1 modules run vllm.model_executor.layers.layernorm.RMSNorm",
-        "rank 1: 2 modules run torch.nn.LayerNorm + vllm.method",
-        "rank 1: the sampler is vllm.v1.sample.sampler.Sampler",
-        "rank 1: norm was launched 0 times in 1 forward passes, needed is 9",
-    ):
-        assert text in str(error.value)
-    assert "rank 0" not in str(error.value)
-
-
 @pytest.mark.field_report("R17")
 def test_a_layer_without_a_strict_operator_stops_the_build(profile):
     from rl_contract import MissingSupport

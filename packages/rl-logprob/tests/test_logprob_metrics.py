@@ -29,6 +29,7 @@ def test_equal_sides_are_exactly_equal():
     assert m["frameworks"]["train/train_rollout_logprob_abs_diff"] == 0.0
 
 
+@pytest.mark.field_report("R99")
 def test_r99_one_token_a_tenmillionth_off_is_a_mismatch_though_kl_is_nil():
     r, mask = pair()
     t = r.clone()
@@ -44,6 +45,7 @@ def test_r99_one_token_a_tenmillionth_off_is_a_mismatch_though_kl_is_nil():
     assert first["rollout_bits"] != first["train_bits"]
 
 
+@pytest.mark.field_report("R98")
 def test_r98_aggregation_and_direction_are_in_the_name():
     """Two samples of 1 and 1000 tokens: token mean and sample mean differ, and k1 has a sign."""
     r = torch.full((1001,), -2.0)
@@ -110,7 +112,7 @@ def test_r82_only_masked_in_tokens_count():
     assert inflated["mismatch_count"] == 100
 
 
-@pytest.mark.field_report("R82")
+@pytest.mark.field_report("R82", "R97")
 def test_r97_absent_values_are_absent_never_zero():
     mask = torch.ones(2, 3, dtype=torch.bool)
     given = as_logprobs([-1.0, None, -2.0, -0.5, None, -0.25]).view(2, 3)

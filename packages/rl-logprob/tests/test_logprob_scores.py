@@ -43,6 +43,7 @@ def test_full_distribution_sums_to_one():
     assert float((logp.double().exp().sum(1) - 1).abs().max()) < 2e-7
 
 
+@pytest.mark.field_report("R94")
 def test_selected_equals_full_and_reference():
     logits, _ = make(50, 20_011)
     full = lp.full_logprob(logits, vocab_size=20_011, temperature=1.3, vocab_tile=256)
@@ -176,6 +177,7 @@ def test_c9_r04_top_p_bias_is_the_kept_mass():
     torch.testing.assert_close(renormalised - full, torch.full((3,), 0.05129), atol=1e-4, rtol=0)
 
 
+@pytest.mark.field_report("R69")
 def test_r69_c10_rounded_logits_cost_a_hundredth_of_a_nat():
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(256, 32_000, generator=g) * 2.5
@@ -200,6 +202,7 @@ def test_r44_batch_and_what_is_returned_do_not_show():
     assert torch.equal(bits(entropy), bits(lp.entropy(logits, vocab_size=9000, temperature=0.8)))
 
 
+@pytest.mark.field_report("R94")
 def test_r94_a_difference_in_unsampled_ids_shows_in_the_full_distribution():
     """Two rows whose sampled token agrees bit for bit; only the comparison over the vocabulary tells them apart."""
     logits, targets = make(4, 500, seed=1)
