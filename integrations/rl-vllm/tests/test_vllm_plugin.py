@@ -185,6 +185,33 @@ def test_cpu_environment_is_put_back(monkeypatch):
         pass
 
 
+def test_bad_input_engine_configuration_is_refused_before_weights_load(profile, tmp_path, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    path = write_checkpoint(tmp_path, CONFIG, tiny_weights(CONFIG))
+
+    def configure(**changes):
+        options = {"model": str(path), "skip_tokenizer_init": True, "max_model_len": 256, **changes}
+        return EngineArgs(**rl_vllm.engine_args(profile, **options)).create_engine_config()
+
+    config = configure()
+    assert config.model_config.logprobs_mode == "processed_logprobs"
+    assert config.model_config.enforce_eager
+    assert config.cache_config.enable_prefix_caching
+    assert config.scheduler_config.enable_chunked_prefill
+    assert config.parallel_config.worker_cls == "rl_vllm.worker.StrictCPUWorker"
+    with pytest.raises(ContractError) as error:
+        configure(enable_lora=True, kv_cache_dtype="fp8", dtype="float32")
+    for what in ("LoRA", "kv_cache_dtype=fp8", "dtype=float32"):
+        assert what in str(error.value)
+    # without our config in its arguments, vLLM's own stays
+    native = EngineArgs(model=str(path), skip_tokenizer_init=True, max_model_len=256).create_engine_config()
+    assert native.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert native.quant_config is None
+    assert native.model_config.logprobs_mode == "raw_logprobs"
+
+
 # scope
 
 
