@@ -1,0 +1,185 @@
+"""One GEMM entry for GPUs: picks, by the frozen plans, the Triton kernel or the certified library that computes the same bits.
+
+Order and rounding are those of ``triton_gemm``; which evaluation of the tree runs (one program per leaf and a merge, one program
+for all leaves, a library call) never shows in the bits.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_gemm import plans, vendor
+from rl_gemm.contract import MATRIX_STEP, TOKEN_BLOCK
+
+_MAX_LEAVES = 16
+_SLICE = 8192  # rows of one library call; certificates reach this far
+
+
+@cache
+def _triton() -> Any:
+    try:
+        from rl_gemm import triton_gemm
+    except ImportError as error:
+        raise MissingSupport(f"rl_gemm on a GPU needs Triton ({error}); install a PyTorch build that ships it") from error
+    return triton_gemm
+
+
+@cache
+def arch(device_index: int) -> str:
+    """Name of the device's contracts: ``sm90``, ``gfx942``, ``gfx950``.
+
+    Raises:
+        MissingSupport: any other device.
+    """
+    properties = torch.cuda.get_device_properties(device_index)
+    name = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else f"sm{properties.major}{properties.minor}"
+    if name not in MATRIX_STEP:
+        raise MissingSupport(f"rl_gemm got a {properties.name} ({name}); supported GPUs: {sorted(MATRIX_STEP)}")
+    return name
+
+
+@cache
+def _processors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def _check(a: Tensor, b: Tensor, leaves: int, fused: int) -> str:
+    name = arch(a.device.index or 0)
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+        raise ContractError(
+            f"rl_gemm on {name} got {a.dtype} and {b.dtype}; supported: bfloat16 (TF32 and fp16 are refused); convert the model"
+        )
+    if a.device != b.device:
+        raise ContractError(f"rl_gemm got tensors on {a.device} and {b.device}; both must be on one device")
+    k, step = a.shape[1], MATRIX_STEP[name]
+    if leaves > _MAX_LEAVES:
+        raise ContractError(f"tree({leaves}) on {name}: supported are up to {_MAX_LEAVES} leaves on one rank")
+    if leaves > 1 and k % (leaves * fused * step):
+        raise ContractError(
+            f"tree({leaves}) on {name} needs K divisible by {fused}*{leaves}*{step}, got K={k}; use fewer leaves or pad K"
+        )
+    return name
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x`` itself if one of its dimensions is contiguous and rows do not overlap, else a contiguous copy."""
+    if x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
+        return x
+    if x.stride(0) == 1 and x.stride(1) >= x.shape[0]:
+        return x
+    return x.contiguous()
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    leaves: int = 1,
+    fused: int = 1,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    operation: str = "forward",
+    boundary: str = "gemm.column",
+) -> Tensor:
+    """a [M, K], b [N, K], bf16, any strides -> [M, N]: tree(``leaves``) over K, bias in fp32, one rounding to ``out_dtype``."""
+    name = _check(a, b, leaves, fused)
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0:
+        return a.new_empty((m, n), dtype=out_dtype)
+    fused = 1 if leaves == 1 else fused
+    a, b = _dense(a), _dense(b)
+    if bias is not None:
+        bias = bias.contiguous()
+    own = plans.current(name)
+    # a plan's key is the weight's own shape, whichever way round it is read
+    key = {"forward": (n, k), "grad_input": (k, n), "grad_weight": (m, n)}[operation]
+    rows = k if operation == "grad_weight" else m
+    for use in own.choices(operation, *key, leaves, rows):
+        if use == plans.LIBRARY:
+            if leaves == 1 and _library_may(own, operation, key, rows, a, b, bias, out_dtype):
+                record_launch(Launch(boundary, f"rl_gemm.{vendor.NAME}", operation))
+                return _library(a, b, bias, out_dtype)
+            continue
+        kernel = own.kernels[use]
+        if _fits(kernel, a, b, k // leaves, fused):
+            record_launch(Launch(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}"))
+            return _launch(kernel, a, b, leaves, fused, bias, out_dtype)
+    raise MissingSupport(f"no plan of {own.arch} fits {operation} N={n} K={k} leaves={leaves} M={m}; add a row to the plan file")
+
+
+def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
+    """dy [T, N], x [T, K] -> fp32 [N, K]: blocks of tokens in packed order, each a chain, folded left in fp32."""
+    block = TOKEN_BLOCK[_check(dy.t(), x.t(), 1, 1)]
+    total = None
+    for start in range(0, dy.shape[0], block):
+        part = gemm(
+            dy[start : start + block].t(), x[start : start + block].t(), operation="grad_weight", boundary=boundary
+        )
+        total = part if total is None else total.add_(part)
+    if total is None:
+        return torch.zeros((dy.shape[1], x.shape[1]), dtype=torch.float32, device=dy.device)
+    return total
+
+
+def _library_may(
+    own: plans.Plans,
+    operation: str,
+    key: tuple[int, int],
+    rows: int,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> bool:
+    if not vendor.aligned(a, b) or (bias is not None and (out_dtype != a.dtype or bias.dtype != a.dtype)):
+        return False
+    if not all(t.is_contiguous() or t.t().is_contiguous() for t in (a, b)):
+        return False
+    environment = vendor.environment(a.device.index or 0)
+    sizes = {min(rows, _SLICE), rows % _SLICE or _SLICE} if operation != "grad_weight" else {rows}
+    return all(own.certified(environment, operation, *key, size, bias is not None) for size in sizes)
+
+
+def _library(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    m = a.shape[0]
+    if m <= _SLICE or not a.is_contiguous():
+        return vendor.matmul(a, b, bias, out_dtype)
+    out = a.new_empty((m, b.shape[0]), dtype=out_dtype)
+    for start in range(0, m, _SLICE):
+        out[start : start + _SLICE] = vendor.matmul(a[start : start + _SLICE], b, bias, out_dtype)
+    return out
+
+
+def _copy_engine_may(x: Tensor) -> bool:
+    outer = x.stride(0) if x.stride(1) == 1 else x.stride(1)
+    return x.data_ptr() % 16 == 0 and outer * x.element_size() % 16 == 0
+
+
+def _fits(kernel: plans.Kernel, a: Tensor, b: Tensor, leaf_k: int, fused: int) -> bool:
+    part = leaf_k // fused
+    if fused > 1 and part % kernel.block_k:
+        return False
+    if kernel.kind == "leaf":
+        return True
+    # the copy engine reads whole blocks: a block that hangs over a leaf would fetch the next leaf's elements
+    whole = leaf_k % kernel.block_k == 0 or leaf_k == a.shape[1]
+    return torch.version.hip is None and whole and _copy_engine_may(a) and _copy_engine_may(b)
+
+
+def _launch(
+    kernel: plans.Kernel, a: Tensor, b: Tensor, leaves: int, fused: int, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    tg = _triton()
+    (m, _), n = a.shape, b.shape[0]
+    in_program = kernel.kind == "tree" or leaves == 1
+    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if in_program:
+        tg.launch(kernel, a, b, bias, out, leaves, fused, _processors(a.device.index or 0))
+        return out
+    parts = torch.empty((leaves, m, n), dtype=torch.float32, device=a.device)
+    tg.launch(kernel, a, b, None, parts, leaves, fused, _processors(a.device.index or 0))
+    tg.merge(parts, bias, out)
+    return out

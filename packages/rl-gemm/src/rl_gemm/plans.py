@@ -1,0 +1,217 @@
+"""Frozen launch choices: which kernel serves which (operation, N, K, leaves, M). Read from ``plans/*.json``, never timed at run time.
+
+A plan can only choose among things that leave the bits alone. Anything that would move a k to another accumulator (the leaf size,
+``kpack``, ``matrix_instr_nonkdim``, split-K) is no field of a plan, and a file that asks for it is rejected by name.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rl_contract import ContractError
+
+OPERATIONS = ("forward", "grad_input", "grad_weight")
+LIBRARY = "library"
+FORBIDDEN = (
+    "leaf", "leaf_k", "leaves_per_program", "split_k", "kpack", "matrix_instr_nonkdim", "input_precision", "allow_tf32",
+    "max_num_imprecise_acc", "enable_fp_fusion", "fp_fusion", "token_block", "acc_dtype",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One launch shape. ``kind``: ``leaf`` (pointer loads, a program per tile and leaf), ``tma`` (the same work through the copy
+    engine, persistent) or ``tree`` (``tma``, with all leaves of a tile in one program)."""
+
+    kind: str
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    swap: bool = False
+    slices: int = 1
+    per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.kind not in ("leaf", "tma", "tree"):
+            problems.append(f"kind={self.kind!r}, supported: leaf, tma, tree")
+        for name in ("block_m", "block_n", "block_k", "warps", "slices"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1 or value & (value - 1):
+                problems.append(f"{name}={value!r}, supported: powers of two")
+        if not problems and (self.block_k < 16 or self.block_m < 16 or self.block_n < 16):
+            problems.append("blocks below 16 do not fill the matrix unit")
+        if self.stages < 1 or self.group_m < 1 or self.per_sm < 1:
+            problems.append("stages, group_m and per_sm start at 1")
+        if self.kind == "tree" and self.swap:
+            problems.append("kind=tree has no swapped form")
+        if problems:
+            raise ContractError(f"plan kernel {self}: " + "; ".join(problems))
+
+    @property
+    def name(self) -> str:
+        extra = "".join(
+            (f"-g{self.group_m}" if self.group_m != 8 else "", "-swap" if self.swap else "",
+             f"-s{self.slices}" if self.slices > 1 else "", f"-x{self.per_sm}" if self.per_sm > 1 else "")
+        )  # fmt: skip
+        return f"{self.kind}-{self.block_m}x{self.block_n}x{self.block_k}-{self.warps}w{self.stages}{extra}"
+
+    def to_dict(self) -> dict[str, Any]:
+        defaults = {f.name: f.default for f in fields(self)}
+        return {k: v for k, v in vars(self).items() if v != defaults[k]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str) -> "Kernel":
+        known = {f.name for f in fields(cls)}
+        _refuse(set(data) - known, known, where)
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """For ``operation`` on weights [n, k] with ``leaves`` leaves on this rank: up to ``m`` rows of output, use ``use``.
+
+    ``n``, ``k`` = 0 match any size not listed by itself. ``use`` is the name of a kernel, or ``library``.
+    """
+
+    operation: str
+    n: int
+    k: int
+    leaves: int
+    m: int
+    use: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The library gave the contract's bits for every tested M of ``m_min`` to ``m_max``."""
+
+    operation: str
+    n: int
+    k: int
+    m_min: int
+    m_max: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """Claims of one run of ``tools/certify``, valid in exactly its environment."""
+
+    library: str
+    environment: Mapping[str, str]
+    claims: tuple[Claim, ...]
+
+    def covers(self, environment: Mapping[str, str], operation: str, n: int, k: int, m: int, bias: bool) -> bool:
+        return dict(environment) == dict(self.environment) and any(
+            c.operation == operation and (c.n, c.k) == (n, k) and c.m_min <= m <= c.m_max and (c.bias or not bias)
+            for c in self.claims
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """One plan file."""
+
+    arch: str
+    kernels: Mapping[str, Kernel]
+    rows: tuple[Row, ...]
+    certificates: tuple[Certificate, ...] = ()
+    _index: Mapping[tuple[str, int, int, int], list[Row]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        index: dict[tuple[str, int, int, int], list[Row]] = {}
+        for row in self.rows:
+            index.setdefault((row.operation, row.n, row.k, row.leaves), []).append(row)
+        for rows in index.values():
+            rows.sort(key=lambda r: r.m)
+        object.__setattr__(self, "_index", index)
+
+    def choices(self, operation: str, n: int, k: int, leaves: int, m: int) -> list[str]:
+        """Names in order of preference: the row of this shape, then the rows for any shape; the last one always runs."""
+        found = []
+        for shape in ((n, k), (0, 0)):
+            for count in (leaves, 0):
+                rows = self._index.get((operation, *shape, count), ())
+                found += [row.use for row in rows if row.m >= m][:1]
+        return found
+
+    def certified(self, environment: Mapping[str, str], operation: str, n: int, k: int, m: int, bias: bool) -> bool:
+        return any(c.covers(environment, operation, n, k, m, bias) for c in self.certificates)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "plan") -> "Plans":
+        """Check and build.
+
+        Raises:
+            ContractError: an unknown or forbidden field, a use of a kernel that is not there, a missing fallback.
+        """
+        known = {"arch", "kernels", "rows", "certificates", "note"}
+        _refuse(set(data) - known, known, where)
+        kernels = {}
+        for name, spec in data["kernels"].items():
+            kernels[name] = Kernel.from_dict(spec, f"{where}: kernel {name!r}")
+            if kernels[name].name != name:
+                raise ContractError(f"{where}: kernel {name!r} describes {kernels[name].name!r}; names follow the fields")
+        rows = []
+        for spec in data["rows"]:
+            row_known = {f.name for f in fields(Row)}
+            _refuse(set(spec) - row_known, row_known, f"{where}: row {spec}")
+            row = Row(**spec)
+            if row.operation not in OPERATIONS:
+                raise ContractError(f"{where}: row {spec}: operation, supported: {OPERATIONS}")
+            if row.use != LIBRARY and row.use not in kernels:
+                raise ContractError(f"{where}: row {spec} uses a kernel that the file does not have: {row.use!r}")
+            rows.append(row)
+        for operation in OPERATIONS:
+            last = [r for r in rows if r.operation == operation and (r.n, r.k, r.leaves) == (0, 0, 0) and r.use != LIBRARY]
+            if not last or max(r.m for r in last) < 2**62:
+                raise ContractError(f"{where}: {operation} needs a kernel row with n = k = leaves = 0 for every m")
+        certificates = tuple(
+            Certificate(
+                library=c["library"], environment=c["environment"], claims=tuple(Claim(**claim) for claim in c["claims"])
+            )
+            for c in data.get("certificates", ())
+        )
+        return cls(arch=data["arch"], kernels=kernels, rows=tuple(rows), certificates=certificates)
+
+
+def _refuse(unknown: set[str], known: set[str], where: str) -> None:
+    bad = sorted(unknown & set(FORBIDDEN))
+    if bad:
+        raise ContractError(f"{where} asks to change {bad}, which decides the bits; a plan may set {sorted(known)} only")
+    if unknown:
+        raise ContractError(f"{where} has unknown fields {sorted(unknown)}; supported: {sorted(known)}")
+
+
+def read(path: Path) -> Plans:
+    return Plans.from_dict(json.loads(path.read_text()), path.name)
+
+
+@cache
+def shipped(arch: str) -> Plans:
+    """The plan file of ``arch`` that comes with the package; ``generic`` where the arch has none of its own."""
+    room = files("rl_gemm") / "plans"
+    path = room / f"{arch}.json"
+    if not path.is_file():
+        path = room / "generic.json"
+    return Plans.from_dict(json.loads(path.read_text()), path.name)
+
+
+_own: dict[str, Plans] = {}
+
+
+def use(plans: Plans) -> None:
+    """Replace the shipped file of ``plans.arch`` in this process, e.g. by one that ``tools/certify`` wrote on this machine."""
+    _own[plans.arch] = plans
+
+
+def current(arch: str) -> Plans:
+    return _own.get(arch) or shipped(arch)

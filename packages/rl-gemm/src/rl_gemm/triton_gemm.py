@@ -1,0 +1,282 @@
+"""GPU GEMM kernels for the contracts gemm.column (chain) and gemm.row (tree(G)); one source for CUDA and ROCm.
+
+Order: an fp32 accumulator per output and leaf starts at +0 and takes k in ascending order in steps of the matrix unit's depth,
+tails padded with zeros; leaves are merged by the balanced binary tree in fp32, lower k on the left. Bias is added to the root in
+fp32, then the value is rounded once (to nearest, ties to even). Tile sizes, warps, stages, the number of programs and which of the
+kernels below runs are free: none of them moves a k to another accumulator or changes a merge.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_gemm.plans import Kernel
+
+
+@triton.jit
+def _tile_origin(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Walk the tiles in groups of GROUP_M rows, so that neighbours share rows of ``b`` in the L2."""
+    group = tile // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return first + within % height, within // height
+
+
+@triton.jit
+def _leaf_start(k, leaf, leaf_k, K, FUSED: tl.constexpr):
+    """Global index of the leaf's k-th element: with FUSED=2 a leaf is one part of the first half of K, then the same of the second."""
+    if FUSED == 1:
+        return leaf * leaf_k + k
+    half = leaf_k // 2
+    return tl.where(k < half, leaf * half + k, K // 2 + leaf * half + (k - half))
+
+
+@triton.jit(do_not_specialize=["M"])
+def gemm_leaf_kernel(
+    a, b, bias, out, M, N, K, leaf_k,
+    stride_am, stride_ak, stride_bn, stride_bk, stride_out_leaf, stride_om,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    FUSED: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One program per (tile, leaf): out[leaf, M, N] = sum over the leaf's k of a[M, k] * b[N, k]. Pointer loads, any stride."""
+    leaf = tl.program_id(1)
+    tile_m, tile_n = _tile_origin(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a + rows.to(tl.int64)[:, None] * stride_am + ks[None, :].to(tl.int64) * stride_ak
+    if SWAP:
+        b_ptrs = b + columns.to(tl.int64)[:, None] * stride_bn + ks[None, :].to(tl.int64) * stride_bk
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        b_ptrs = b + ks[:, None].to(tl.int64) * stride_bk + columns.to(tl.int64)[None, :] * stride_bn
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    row_mask, column_mask = rows < M, columns < N
+    for k in range(0, leaf_k, BLOCK_K):
+        start = _leaf_start(k, leaf, leaf_k, K, FUSED).to(tl.int64)
+        # with FUSED=2 a block never crosses from one half to the other: the launcher asks BLOCK_K to divide the half
+        k_mask = ks < leaf_k - k
+        if EVEN_K:
+            a_tile = tl.load(a_ptrs + start * stride_ak, mask=row_mask[:, None], other=0.0)
+        else:
+            a_tile = tl.load(a_ptrs + start * stride_ak, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+        if SWAP:
+            if EVEN_K:
+                b_tile = tl.load(b_ptrs + start * stride_bk, mask=column_mask[:, None], other=0.0)
+            else:
+                b_tile = tl.load(b_ptrs + start * stride_bk, mask=column_mask[:, None] & k_mask[None, :], other=0.0)
+            acc = tl.dot(b_tile, a_tile.T, acc)
+        else:
+            if EVEN_K:
+                b_tile = tl.load(b_ptrs + start * stride_bk, mask=column_mask[None, :], other=0.0)
+            else:
+                b_tile = tl.load(b_ptrs + start * stride_bk, mask=column_mask[None, :] & k_mask[:, None], other=0.0)
+            acc = tl.dot(a_tile, b_tile, acc)
+    if SWAP:
+        acc = acc.T
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out + leaf.to(tl.int64) * stride_out_leaf + rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@triton.jit
+def merge_kernel(parts, bias, out, size, N, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = round(tree over g of parts[g, i] + bias): the upper levels of tree(G) for leaves held in a workspace."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    if LEAVES == 2:
+        root = _load_pair(parts, at, mask, size)
+    elif LEAVES == 4:
+        root = _load_pair(parts, at, mask, size) + _load_pair(parts + 2 * size, at, mask, size)
+    elif LEAVES == 8:
+        root = _load_four(parts, at, mask, size) + _load_four(parts + 4 * size, at, mask, size)
+    else:
+        low = _load_four(parts, at, mask, size) + _load_four(parts + 4 * size, at, mask, size)
+        root = low + (_load_four(parts + 8 * size, at, mask, size) + _load_four(parts + 12 * size, at, mask, size))
+    if HAS_BIAS:
+        root += tl.load(bias + at % N, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, root.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_pair(parts, at, mask, size):
+    return tl.load(parts + at, mask=mask, other=0.0) + tl.load(parts + size + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_four(parts, at, mask, size):
+    return _load_pair(parts, at, mask, size) + _load_pair(parts + 2 * size, at, mask, size)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gemm_tma_kernel(
+    a_desc, b_desc, bias, out, scratch, M, N, K, stride_out_leaf, stride_om,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    LEAVES: tl.constexpr, LEAF_GRID: tl.constexpr, FUSED: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
+    SWAP: tl.constexpr, HAS_BIAS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Persistent programs over units of one (tile, leaf), operands through the tensor copy engine.
+
+    LEAF_GRID: units are spread over programs and each writes its fp32 partial, as in ``gemm_leaf_kernel``. Otherwise a program
+    takes all leaves of a tile in turn: the active leaf in registers, finished sub-trees in
+    ``scratch[program, level, BLOCK_M, BLOCK_N]``, which stays in the L2, since a program rereads what it has just written.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    leaf_k = K // LEAVES
+    leaf_steps = tl.cdiv(leaf_k, BLOCK_K)
+    TREE: tl.constexpr = LEAVES > 1 and not LEAF_GRID
+    LEVELS: tl.constexpr = 1 if LEAVES <= 2 else (2 if LEAVES == 4 else (3 if LEAVES == 8 else 4))
+    stash = scratch + program.to(tl.int64) * (LEVELS * BLOCK_M * BLOCK_N)
+    # a program of the tree walks whole tiles: its units are ``programs`` tiles apart, the leaves of a tile follow each other
+    if TREE:
+        count = tl.cdiv(tiles - program, programs) * LEAVES
+    else:
+        count = tl.cdiv(tiles * LEAVES - program, programs)
+    # one flat loop over all steps of all units, so that loads of the next unit are in flight during an epilogue
+    unit = -1
+    step = leaf_steps - 1
+    row, column, leaf = 0, 0, 0
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in tl.range(0, count * leaf_steps):
+        step = tl.where(step == leaf_steps - 1, 0, step + 1)
+        if step == 0:
+            unit += 1
+            if TREE:
+                tile = program + (unit // LEAVES) * programs
+                leaf = unit % LEAVES
+            else:
+                tile = (program + unit * programs) % tiles
+                leaf = (program + unit * programs) // tiles
+            tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
+            row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        k = _leaf_start(step * BLOCK_K, leaf, leaf_k, K, FUSED)
+        if A_T:
+            a_tile = a_desc.load([k, row]).T
+        else:
+            a_tile = a_desc.load([row, k])
+        if B_T:
+            b_tile = b_desc.load([k, column])
+        else:
+            b_tile = b_desc.load([column, k]).T
+        if SWAP:
+            acc = tl.dot(b_tile.T, a_tile.T, acc)
+        else:
+            acc = tl.dot(a_tile, b_tile, acc)
+        if step == leaf_steps - 1:
+            if TREE:
+                _tree_epilogue(
+                    acc, leaf + 1, stash, bias, out, row, column, 0, M, N, stride_om,
+                    LEAVES, LEVELS, BLOCK_M, BLOCK_N, BLOCK_N, SLICES, HAS_BIAS,
+                )  # fmt: skip
+            else:
+                root = acc.T if SWAP else acc
+                to = out + leaf.to(tl.int64) * stride_out_leaf
+                _store(root, bias, to, row, column, M, N, stride_om, BLOCK_M, BLOCK_N, HAS_BIAS)
+            acc = tl.zeros_like(acc)
+
+
+@triton.jit
+def _store(acc, bias, out, row, column, M, N, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    ptrs = out + rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
+    tl.store(ptrs, acc.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def _tree_epilogue(
+    acc, done, stash, bias, out, row, column, at, M, N, stride_om,
+    LEAVES: tl.constexpr, LEVELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    SLICES: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """After leaf number ``done`` of a tile: join it with the finished sub-trees, youngest first, as a binary counter carries.
+
+    Works on SLICES column slices in turn, so that one slice of a finished sub-tree is live beside the accumulator.
+    """
+    if SLICES > 1:
+        HALF: tl.constexpr = WIDTH // 2
+        low, high = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        _tree_epilogue(
+            low, done, stash, bias, out, row, column, at, M, N, stride_om,
+            LEAVES, LEVELS, BLOCK_M, BLOCK_N, HALF, SLICES // 2, HAS_BIAS,
+        )  # fmt: skip
+        _tree_epilogue(
+            high, done, stash, bias, out, row, column, at + HALF, M, N, stride_om,
+            LEAVES, LEVELS, BLOCK_M, BLOCK_N, HALF, SLICES // 2, HAS_BIAS,
+        )  # fmt: skip
+    else:
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + (at + tl.arange(0, WIDTH))[None, :]
+        level = 0
+        for l in tl.static_range(LEVELS):
+            if done % (2 << l) == 0:
+                acc = tl.load(stash + l * (BLOCK_M * BLOCK_N) + inner) + acc
+                level = l + 1
+        if done < LEAVES:
+            tl.store(stash + level * (BLOCK_M * BLOCK_N) + inner, acc)
+        else:
+            _store(acc, bias, out, row, column + at, M, N, stride_om, BLOCK_M, WIDTH, HAS_BIAS)
+
+
+_HIP = torch.version.hip is not None
+# on CDNA these two would permute or regroup K, so they are pinned here and are no field of a plan
+_PINNED = {"kpack": 1, "matrix_instr_nonkdim": 16} if _HIP else {}
+
+
+def launch(
+    kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int, processors: int
+) -> None:
+    """Run ``kernel`` on a [M, K] and b [N, K]. ``out`` is [M, N], or fp32 [leaves, M, N] for partial sums."""
+    (m, k), n = a.shape, b.shape[0]
+    leaf_grid = out.dim() == 3
+    tiles = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n)
+    blocks = {"BLOCK_M": kernel.block_m, "BLOCK_N": kernel.block_n, "BLOCK_K": kernel.block_k, "GROUP_M": kernel.group_m}
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **_PINNED}
+    stride_leaf = out.stride(0) if leaf_grid else 0
+    if kernel.kind == "leaf":
+        leaf_k = k // leaves
+        gemm_leaf_kernel[(tiles, leaves)](
+            a, b, bias, out, m, n, k, leaf_k, *a.stride(), *b.stride(), stride_leaf, out.stride(-2),
+            **blocks, FUSED=fused, EVEN_K=leaf_k % kernel.block_k == 0, SWAP=kernel.swap, HAS_BIAS=bias is not None, **options,
+        )  # fmt: skip
+        return
+    programs = min(processors * kernel.per_sm, tiles * leaves if leaf_grid else tiles)
+    a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
+    in_program = leaves > 1 and not leaf_grid
+    levels = leaves.bit_length() - 1
+    scratch = out
+    if in_program:
+        scratch = torch.empty(programs * levels * kernel.block_m * kernel.block_n, dtype=torch.float32, device=out.device)
+    gemm_tma_kernel[(programs,)](
+        _descriptor(a, a_t, kernel.block_m, kernel.block_k), _descriptor(b, b_t, kernel.block_n, kernel.block_k),
+        bias, out, scratch, m, n, k, stride_leaf, out.stride(-2),
+        **blocks, LEAVES=leaves, LEAF_GRID=leaf_grid, FUSED=fused, A_T=a_t, B_T=b_t, SWAP=kernel.swap,
+        HAS_BIAS=bias is not None, SLICES=kernel.slices, **options,
+    )  # fmt: skip
+
+
+def _descriptor(x: Tensor, transposed: bool, block_row: int, block_k: int) -> TensorDescriptor:
+    if transposed:
+        return TensorDescriptor.from_tensor(x.t(), [block_k, block_row])
+    return TensorDescriptor.from_tensor(x, [block_row, block_k])
+
+
+def merge(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Join fp32 parts [leaves, M, N] by the balanced tree into ``out`` [M, N]."""
+    size, block = out.numel(), 1024
+    merge_kernel[(triton.cdiv(size, block),)](
+        parts, bias, out, size, out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None, BLOCK=block, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,255 @@
+"""GPU RMSNorm: contract norm, forward and backward; one source for CUDA and ROCm.
+
+Order: lane j of L = min(256, next power of two of H) holds the elements j, j+L, ... of the row and is a chain from +0, ascending,
+multiply rounded, then add rounded; lanes join with their neighbours 1, 2, 4, ... L/2 apart. Every step is written out (loop, split,
+gather), so neither warps nor rows per program nor the compiler's layout can change it. Rounds after every fp32 operation (mean by
+IEEE division, rsqrt through fp64, x * rstd, times weight), then once to bf16. The weight gradient adds rows in order in blocks of
+ROW_BLOCK rows, each a chain from +0, blocks folded left from +0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_norm.contract import ROW_BLOCK
+
+_KEPT_FORWARD, _KEPT_BACKWARD = 20, 4  # chunks of a row that fit in the registers
+
+
+@triton.jit
+def _join_lanes(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """fp32 [ROWS, LANES] -> [ROWS], neighbours first. Down to 32 lanes by splitting, then by exchange."""
+    if LANES > 32:
+        even, odd = lanes.reshape(ROWS, LANES // 2, 2).split()
+        return _join_lanes(even + odd, ROWS, LANES // 2)
+    else:
+        at = tl.broadcast_to(tl.arange(0, LANES)[None, :], (ROWS, LANES))
+        if LANES > 1:
+            lanes = lanes + tl.gather(lanes, at ^ 1, 1)
+        if LANES > 2:
+            lanes = lanes + tl.gather(lanes, at ^ 2, 1)
+        if LANES > 4:
+            lanes = lanes + tl.gather(lanes, at ^ 4, 1)
+        if LANES > 8:
+            lanes = lanes + tl.gather(lanes, at ^ 8, 1)
+        if LANES > 16:
+            lanes = lanes + tl.gather(lanes, at ^ 16, 1)
+        # every lane holds the same sum: this picks it without arithmetic
+        return tl.sum(tl.where(at == 0, lanes, 0.0).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _stream_chunk(x, residual, stream, row, h, mask, stride_x, stride_residual, H: tl.constexpr, ADD: tl.constexpr, WRITE: tl.constexpr):
+    """One chunk of the norm's input in the model's type; with ADD the rounded sum, which WRITE also stores."""
+    v = tl.load(x + row * stride_x + h, mask=mask, other=0.0)
+    if ADD:
+        r = tl.load(residual + row * stride_residual + h, mask=mask, other=0.0)
+        v = (v.to(tl.float32) + r.to(tl.float32)).to(x.dtype.element_ty)
+        if WRITE:
+            tl.store(stream + row * H + h, v, mask=mask)
+    return v
+
+
+@triton.jit
+def _scaled_chunk(v, weight, y, scale, row, h, mask, H: tl.constexpr):
+    w = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
+    tl.store(y + row * H + h, (v.to(tl.float32) * scale * w).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rstd(lanes, eps, H: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    mean = tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0)
+    return (1.0 / tl.sqrt((mean + eps).to(tl.float64))).to(tl.float32)
+
+
+@triton.jit
+def rms_norm_fwd_kernel(
+    x, residual, weight, y, stream, rstd, M, stride_x, stride_residual, eps,
+    H: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """KEEP: the row stays in registers between the two passes; otherwise the second pass reads it again, from the L1."""
+    CHUNKS: tl.constexpr = (H + LANES - 1) // LANES
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    at, row = tl.arange(0, LANES)[None, :], rows[:, None]
+    inside = row < M
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    if KEEP:
+        kept = ()
+        for i in tl.static_range(CHUNKS):
+            h = i * LANES + at
+            v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, True)
+            kept = kept + (v,)
+            lanes = lanes + v.to(tl.float32) * v.to(tl.float32)
+        scale = _rstd(lanes, eps, H, ROWS, LANES)
+        for i in tl.static_range(CHUNKS):
+            h = i * LANES + at
+            _scaled_chunk(kept[i], weight, y, scale[:, None], row, h, (h < H) & inside, H)
+    else:
+        for i in tl.range(CHUNKS, loop_unroll_factor=4):
+            h = i * LANES + at
+            v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, True)
+            lanes = lanes + v.to(tl.float32) * v.to(tl.float32)
+        scale = _rstd(lanes, eps, H, ROWS, LANES)
+        for i in tl.range(CHUNKS, loop_unroll_factor=4):
+            h = i * LANES + at
+            v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, False)
+            _scaled_chunk(v, weight, y, scale[:, None], row, h, (h < H) & inside, H)
+    tl.store(rstd + rows, scale, mask=rows < M)
+
+
+@triton.jit
+def _product_chunk(dy, stream, weight, scale, row, h, mask, stride_dy, H: tl.constexpr):
+    """g = dy * weight and xhat = stream * rstd of one chunk."""
+    w = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
+    g = tl.load(dy + row * stride_dy + h, mask=mask, other=0.0).to(tl.float32) * w
+    return g, tl.load(stream + row * H + h, mask=mask, other=0.0).to(tl.float32) * scale
+
+
+@triton.jit
+def _gradient_chunk(g, xhat, c, scale, dstream, dx, row, h, mask, stride_dstream, H: tl.constexpr, ADD: tl.constexpr):
+    out = scale * (g - xhat * c)
+    if ADD:
+        out = out + tl.load(dstream + row * stride_dstream + h, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx + row * H + h, out.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_bwd_kernel(
+    dy, stream, weight, rstd, dstream, dx, M, stride_dy, stride_dstream,
+    H: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd * (g - xhat * mean(g * xhat)) (+ dstream), g = dy * weight, xhat = stream * rstd."""
+    CHUNKS: tl.constexpr = (H + LANES - 1) // LANES
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    at, row = tl.arange(0, LANES)[None, :], rows[:, None]
+    inside = row < M
+    scale = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    if KEEP:
+        kept_g, kept_xhat = (), ()
+        for i in tl.static_range(CHUNKS):
+            h = i * LANES + at
+            g, xhat = _product_chunk(dy, stream, weight, scale, row, h, (h < H) & inside, stride_dy, H)
+            kept_g, kept_xhat = kept_g + (g,), kept_xhat + (xhat,)
+            lanes = lanes + g * xhat
+        c = tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0)[:, None]
+        for i in tl.static_range(CHUNKS):
+            h = i * LANES + at
+            _gradient_chunk(kept_g[i], kept_xhat[i], c, scale, dstream, dx, row, h, (h < H) & inside, stride_dstream, H, ADD)
+    else:
+        for i in tl.range(CHUNKS, loop_unroll_factor=4):
+            h = i * LANES + at
+            g, xhat = _product_chunk(dy, stream, weight, scale, row, h, (h < H) & inside, stride_dy, H)
+            lanes = lanes + g * xhat
+        c = tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0)[:, None]
+        for i in tl.range(CHUNKS, loop_unroll_factor=4):
+            h = i * LANES + at
+            g, xhat = _product_chunk(dy, stream, weight, scale, row, h, (h < H) & inside, stride_dy, H)
+            _gradient_chunk(g, xhat, c, scale, dstream, dx, row, h, (h < H) & inside, stride_dstream, H, ADD)
+
+
+@triton.jit
+def weight_block_kernel(
+    dy, stream, rstd, parts, rows, heads, mine, blocks, stride_dy, H,
+    ROW_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """parts[leaf, block, h]: chain over the block's rows; row n of a leaf is head n % mine of token n // mine."""
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    block, leaf = tl.program_id(1), tl.program_id(2)
+    mask = h < H
+    part = tl.zeros((BLOCK_H,), tl.float32)
+    first = block.to(tl.int64) * ROW_BLOCK
+    for start in range(0, ROW_BLOCK, 8):
+        for j in tl.static_range(8):
+            n = first + start + j
+            inside = n < rows
+            i = n // mine * heads + leaf * mine + n % mine
+            r = tl.load(rstd + i, mask=inside, other=0.0)
+            d = tl.load(dy + i * stride_dy + h, mask=mask & inside, other=0.0).to(tl.float32)
+            v = tl.load(stream + i * H + h, mask=mask & inside, other=0.0).to(tl.float32)
+            part = tl.where(inside, part + d * (v * r), part)
+    tl.store(parts + (leaf.to(tl.int64) * blocks + block) * H + h, part, mask=mask)
+
+
+@triton.jit
+def weight_fold_kernel(parts, out, blocks, H, BLOCK_H: tl.constexpr, STEP: tl.constexpr):
+    """out[leaf, h] = parts[leaf, 0, h] + parts[leaf, 1, h] + ..., folded left from +0."""
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    leaf = tl.program_id(1).to(tl.int64)
+    mask = h < H
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for start in range(0, blocks, STEP):
+        for j in tl.static_range(STEP):
+            at = leaf * blocks + start + j
+            part = tl.load(parts + at * H + h, mask=mask & (start + j < blocks), other=0.0)
+            total = tl.where(start + j < blocks, total + part, total)
+    tl.store(out + leaf * H + h, total, mask=mask)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _launch_shape(width: int, most: int) -> tuple[dict[str, int | bool], dict[str, int | bool]]:
+    """constexprs and options; from the row's width alone."""
+    lanes = min(256, triton.next_power_of_2(width))
+    chunks = triton.cdiv(width, lanes)
+    rows = 1 if width > 1024 else max(1, min(16, 2048 // (lanes * chunks)))
+    warps = 1 if rows <= 2 else min(4, rows // 2)
+    return (
+        {"H": width, "LANES": lanes, "ROWS": rows, "KEEP": chunks <= most},
+        {"num_warps": warps, "enable_fp_fusion": False},
+    )
+
+
+def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, residual [M, H] -> y, stream [M, H] (x itself without a residual), rstd fp32 [M]."""
+    x = _dense(x)
+    other = x if residual is None else _dense(residual)
+    m, width = x.shape
+    y = torch.empty((m, width), dtype=x.dtype, device=x.device)
+    stream = torch.empty_like(y) if residual is not None else x
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    if m:
+        shape, options = _launch_shape(width, _KEPT_FORWARD)
+        rms_norm_fwd_kernel[(triton.cdiv(m, shape["ROWS"]),)](
+            x, other, weight.contiguous(), y, stream, rstd, m, x.stride(0), other.stride(0), eps,
+            ADD=residual is not None, **shape, **options,
+        )  # fmt: skip
+    return y, stream, rstd
+
+
+def grad_input(dy: Tensor, stream: Tensor, weight: Tensor, rstd: Tensor, dstream: Tensor | None) -> Tensor:
+    """[M, H] -> [M, H], rounded once."""
+    dy, stream = _dense(dy), stream.contiguous()
+    other = dy if dstream is None else _dense(dstream)
+    m, width = dy.shape
+    dx = torch.empty((m, width), dtype=stream.dtype, device=dy.device)
+    if m:
+        shape, options = _launch_shape(width, _KEPT_BACKWARD)
+        rms_norm_bwd_kernel[(triton.cdiv(m, shape["ROWS"]),)](
+            dy, stream, weight.contiguous(), rstd, other, dx, m, dy.stride(0), other.stride(0),
+            ADD=dstream is not None, **shape, **options,
+        )  # fmt: skip
+    return dx
+
+
+def grad_weight(dy: Tensor, stream: Tensor, rstd: Tensor, heads: int, leaves: int) -> Tensor:
+    """dy, stream [T * heads, H] -> fp32 [leaves, H]."""
+    dy, stream = _dense(dy), stream.contiguous()
+    width, mine = dy.shape[1], heads // leaves
+    rows = dy.shape[0] // heads * mine
+    out = torch.zeros((leaves, width), dtype=torch.float32, device=dy.device)
+    if rows:
+        blocks, block_h = triton.cdiv(rows, ROW_BLOCK), min(256, triton.next_power_of_2(width))
+        parts = torch.empty((leaves, blocks, width), dtype=torch.float32, device=dy.device)
+        weight_block_kernel[(triton.cdiv(width, block_h), blocks, leaves)](
+            dy, stream, rstd, parts, rows, heads, mine, blocks, dy.stride(0), width,
+            ROW_BLOCK=ROW_BLOCK, BLOCK_H=block_h, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        fold_h = min(64, block_h)
+        weight_fold_kernel[(triton.cdiv(width, fold_h), leaves)](
+            parts, out, blocks, width, BLOCK_H=fold_h, STEP=32, num_warps=2, enable_fp_fusion=False
+        )
+    return out
