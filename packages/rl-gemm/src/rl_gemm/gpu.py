@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_gemm import plans, vendor
-from rl_gemm.contract import MATRIX_STEP, TOKEN_BLOCK
+from rl_gemm.contract import GPU_TOKEN_BLOCK, MATRIX_STEP
 
 _MAX_LEAVES = 16
 _SLICE = 8192  # rows of one library call; certificates reach this far
@@ -44,6 +44,11 @@ def arch(device_index: int) -> str:
 @cache
 def _processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def record(boundary: str, kernel: str, plan: str = "-") -> None:
+    phase = "capture" if torch.cuda.is_current_stream_capturing() else "eager"
+    record_launch(Launch(boundary, kernel, plan, phase=phase))
 
 
 def _check(a: Tensor, b: Tensor, leaves: int, fused: int) -> str:
@@ -100,24 +105,22 @@ def gemm(
     for use in own.choices(operation, *key, leaves, rows):
         if use == plans.LIBRARY:
             if leaves == 1 and _library_may(own, operation, key, rows, a, b, bias, out_dtype):
-                record_launch(Launch(boundary, f"rl_gemm.{vendor.NAME}", operation))
+                record(boundary, f"rl_gemm.{vendor.NAME}", operation)
                 return _library(a, b, bias, out_dtype)
             continue
         kernel = own.kernels[use]
         if _fits(kernel, a, b, k // leaves, fused):
-            record_launch(Launch(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}"))
+            record(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}")
             return _launch(kernel, a, b, leaves, fused, bias, out_dtype)
     raise MissingSupport(f"no plan of {own.arch} fits {operation} N={n} K={k} leaves={leaves} M={m}; add a row to the plan file")
 
 
 def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
     """dy [T, N], x [T, K] -> fp32 [N, K]: blocks of tokens in packed order, each a chain, folded left in fp32."""
-    block = TOKEN_BLOCK[_check(dy.t(), x.t(), 1, 1)]
     total = None
-    for start in range(0, dy.shape[0], block):
-        part = gemm(
-            dy[start : start + block].t(), x[start : start + block].t(), operation="grad_weight", boundary=boundary
-        )
+    for start in range(0, dy.shape[0], GPU_TOKEN_BLOCK):
+        block = slice(start, start + GPU_TOKEN_BLOCK)
+        part = gemm(dy[block].t(), x[block].t(), operation="grad_weight", boundary=boundary)
         total = part if total is None else total.add_(part)
     if total is None:
         return torch.zeros((dy.shape[1], x.shape[1]), dtype=torch.float32, device=dy.device)

@@ -51,10 +51,12 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             if ctx.column:
-                root = ops.grad_input(dy, weight, _local_leaves(ctx.leaves, comm), ctx.fused, boundary)
-                dx = root.to(x.dtype) if comm is None else comm.all_reduce(root, out_dtype=x.dtype)
+                out_dtype = x.dtype if comm is None else torch.float32
+                dx = ops.grad_input(dy, weight, _local_leaves(ctx.leaves, comm), ctx.fused, boundary, out_dtype)
+                if comm is not None:
+                    dx = comm.all_reduce(dx, out_dtype=x.dtype)
             else:
-                dx = ops.grad_input(dy, weight, 1, 1, boundary).to(x.dtype)
+                dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
         if ctx.needs_input_grad[1]:
             dw = add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
         if bias is not None and ctx.needs_input_grad[2]:

@@ -20,8 +20,8 @@ def check_type(what: str, x: Tensor) -> None:
 
 def check_device(*tensors: Tensor) -> None:
     kinds = {t.device.type for t in tensors}
-    if kinds != {"cpu"}:
-        raise MissingSupport(f"rl_gemm got tensors on {sorted(kinds)}; supported: all on cpu; move them there")
+    if kinds not in ({"cpu"}, {"cuda"}):
+        raise MissingSupport(f"rl_gemm got tensors on {sorted(kinds)}; supported: all on cpu or all on one GPU; move them")
 
 
 def check_leaves(name: str, length: int, leaves: int, fused: int = 1) -> None:
@@ -35,7 +35,7 @@ def check_leaves(name: str, length: int, leaves: int, fused: int = 1) -> None:
         )
 
 
-def _check_matmul(x: Tensor, weight: Tensor, leaves: int) -> None:
+def check_matmul(x: Tensor, weight: Tensor, leaves: int) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ContractError(
             f"matmul got x {tuple(x.shape)} and weight {tuple(weight.shape)}; needs x [M, K] and weight [N, K], one K"
@@ -51,7 +51,7 @@ def _check_matmul(x: Tensor, weight: Tensor, leaves: int) -> None:
     check_device(x, weight)
 
 
-def _check_out(bias: Tensor | None, n: int, out_dtype: torch.dtype) -> None:
+def check_out(bias: Tensor | None, n: int, out_dtype: torch.dtype) -> None:
     if out_dtype not in MODEL_TYPES:
         raise ContractError(f"out_dtype={out_dtype}; supported: bfloat16, float32")
     if bias is not None:
@@ -103,14 +103,14 @@ def matmul_tree(x: Tensor, weight: Tensor, leaves: int = 1, boundary: str = _ROW
         ContractError: shapes, types, or K not divisible by ``leaves``.
         MissingSupport: a device without kernels.
     """
-    _check_matmul(x, weight, leaves)
+    check_matmul(x, weight, leaves)
     record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"tree{leaves}"))
     return _gemm(x, weight, leaves)
 
 
 @matmul_tree.register_fake
 def _(x: Tensor, weight: Tensor, leaves: int = 1, boundary: str = _ROW) -> Tensor:
-    _check_matmul(x, weight, leaves)
+    check_matmul(x, weight, leaves)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
@@ -119,8 +119,8 @@ def matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = _COLUMN
 ) -> Tensor:
     """As ``matmul_tree``, then bias in fp32 and one rounding to ``out_dtype``."""
-    _check_matmul(x, weight, leaves)
-    _check_out(bias, weight.shape[0], out_dtype)
+    check_matmul(x, weight, leaves)
+    check_out(bias, weight.shape[0], out_dtype)
     record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"tree{leaves}"))
     return finish(_gemm(x, weight, leaves), bias, out_dtype)
 
@@ -129,12 +129,12 @@ def matmul(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = _COLUMN
 ) -> Tensor:
-    _check_matmul(x, weight, leaves)
-    _check_out(bias, weight.shape[0], out_dtype)
+    check_matmul(x, weight, leaves)
+    check_out(bias, weight.shape[0], out_dtype)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
-def _check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> None:
+def check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> None:
     if dy.dim() != 2 or weight.dim() != 2 or dy.shape[1] != weight.shape[0]:
         raise ContractError(
             f"grad_input got dy {tuple(dy.shape)}, weight {tuple(weight.shape)}; needs dy [M, N], weight [N, K], one N"
@@ -148,23 +148,37 @@ def _check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> No
 
 
 @torch.library.custom_op("rl_gemm::grad_input", mutates_args=(), device_types="cpu")
-def grad_input(dy: Tensor, weight: Tensor, leaves: int = 1, fused: int = 1, boundary: str = _COLUMN) -> Tensor:
-    """dy [M, N], weight [N, K] -> fp32 [M, K]: tree(``leaves``) over N.
+def grad_input(
+    dy: Tensor,
+    weight: Tensor,
+    leaves: int = 1,
+    fused: int = 1,
+    boundary: str = _COLUMN,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """dy [M, N], weight [N, K] -> [M, K]: tree(``leaves``) over N, fp32, or rounded once to ``out_dtype``.
 
     ``fused=2``: leaf g is the g-th part of both halves of N.
     """
-    _check_grad_input(dy, weight, leaves, fused)
+    check_grad_input(dy, weight, leaves, fused)
     record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"grad_input{leaves}"))
-    return _gemm(dy, weight.t(), leaves, fused)
+    return _gemm(dy, weight.t(), leaves, fused).to(out_dtype)
 
 
 @grad_input.register_fake
-def _(dy: Tensor, weight: Tensor, leaves: int = 1, fused: int = 1, boundary: str = _COLUMN) -> Tensor:
-    _check_grad_input(dy, weight, leaves, fused)
-    return dy.new_empty((dy.shape[0], weight.shape[1]), dtype=torch.float32)
+def _(
+    dy: Tensor,
+    weight: Tensor,
+    leaves: int = 1,
+    fused: int = 1,
+    boundary: str = _COLUMN,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    check_grad_input(dy, weight, leaves, fused)
+    return dy.new_empty((dy.shape[0], weight.shape[1]), dtype=out_dtype)
 
 
-def _check_grad_weight(dy: Tensor, x: Tensor) -> None:
+def check_grad_weight(dy: Tensor, x: Tensor) -> None:
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
         raise ContractError(
             f"grad_weight got dy {tuple(dy.shape)} and x {tuple(x.shape)}; needs dy [T, N] and x [T, K] with one T"
@@ -177,18 +191,18 @@ def _check_grad_weight(dy: Tensor, x: Tensor) -> None:
 @torch.library.custom_op("rl_gemm::grad_weight", mutates_args=(), device_types="cpu")
 def grad_weight(dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> Tensor:
     """dy [T, N], x [T, K] -> fp32 [N, K]: chains over blocks of 64 tokens from token 0, blocks folded left."""
-    _check_grad_weight(dy, x)
+    check_grad_weight(dy, x)
     record_launch(Launch(boundary, "rl_gemm.cpu.gemm", "grad_weight"))
     return _gemm(dy.t(), x.t(), TOKEN_BLOCK, merge=cpu.FOLD)
 
 
 @grad_weight.register_fake
 def _(dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> Tensor:
-    _check_grad_weight(dy, x)
+    check_grad_weight(dy, x)
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
 
 
-def _check_swiglu(gate_up: Tensor) -> None:
+def check_swiglu(gate_up: Tensor) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ContractError(f"swiglu got {tuple(gate_up.shape)}; needs [M, 2F] = [gate, up]")
     check_type("gate_up", gate_up)
@@ -198,7 +212,7 @@ def _check_swiglu(gate_up: Tensor) -> None:
 @torch.library.custom_op("rl_gemm::swiglu", mutates_args=(), device_types="cpu")
 def swiglu(gate_up: Tensor) -> Tensor:
     """[M, 2F] = [gate, up] -> [M, F] of the same type."""
-    _check_swiglu(gate_up)
+    check_swiglu(gate_up)
     record_launch(Launch("swiglu", "rl_gemm.cpu_swiglu.forward"))
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((m, f), dtype=gate_up.dtype)
@@ -209,12 +223,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @swiglu.register_fake
 def _(gate_up: Tensor) -> Tensor:
-    _check_swiglu(gate_up)
+    check_swiglu(gate_up)
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-def _check_swiglu_backward(dy: Tensor, gate_up: Tensor) -> None:
-    _check_swiglu(gate_up)
+def check_swiglu_backward(dy: Tensor, gate_up: Tensor) -> None:
+    check_swiglu(gate_up)
     if dy.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dy.dtype != gate_up.dtype:
         raise ContractError(
             f"swiglu_backward got dy {tuple(dy.shape)} {dy.dtype} for gate_up {tuple(gate_up.shape)} {gate_up.dtype}; "
@@ -225,7 +239,7 @@ def _check_swiglu_backward(dy: Tensor, gate_up: Tensor) -> None:
 @torch.library.custom_op("rl_gemm::swiglu_backward", mutates_args=(), device_types="cpu")
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """dy [M, F], gate_up [M, 2F] -> [M, 2F] of the same type, each element rounded once."""
-    _check_swiglu_backward(dy, gate_up)
+    check_swiglu_backward(dy, gate_up)
     record_launch(Launch("swiglu", "rl_gemm.cpu_swiglu.backward"))
     out = torch.empty(gate_up.shape, dtype=gate_up.dtype)
     dy_, source, target = as_array(dy), as_array(gate_up), as_array(out)
@@ -235,5 +249,5 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 @swiglu_backward.register_fake
 def _(dy: Tensor, gate_up: Tensor) -> Tensor:
-    _check_swiglu_backward(dy, gate_up)
+    check_swiglu_backward(dy, gate_up)
     return gate_up.new_empty(gate_up.shape)

@@ -5,7 +5,23 @@ from rl_contract import Contract, ContractError, Settings
 LANES = 16
 ROW_BLOCK = 64
 
-_MODEL_TYPES = {"cpu": ("bfloat16", "float32")}
+_GPUS = ("sm90", "gfx942", "gfx950")
+_MODEL_TYPES = {"cpu": ("bfloat16", "float32")} | dict.fromkeys(_GPUS, ("bfloat16",))
+
+
+def gpu_lanes(width: int) -> int:
+    """Lanes of a row on a GPU: the next power of two of its width, at most 256."""
+    return min(256, 1 << (width - 1).bit_length())
+
+
+def _lanes(arch: str) -> str:
+    return f"L={LANES}" if arch == "cpu" else "L=min(256, next power of two of the row's width)"
+
+
+def _join(arch: str) -> str:
+    if arch == "cpu":
+        return "lanes j and j+L/2 join, then j and j+L/4, and so on"
+    return "neighbouring lanes join, then lanes 2 apart, then 4, and so on"
 
 
 def norm(settings: Settings) -> Contract:
@@ -18,13 +34,13 @@ def norm(settings: Settings) -> Contract:
         boundary="norm",
         dependency="a row reads itself, its residual row and weight; no other row",
         partition=(
-            f"sum of squares: lane j of {LANES} holds the elements j, j+{LANES}, ... of the row; weight gradient: "
+            f"sum of squares: lane j of {_lanes(settings.arch)} holds the elements j, j+L, ... of the row; weight gradient: "
             f"rows in packed order in blocks of {ROW_BLOCK} from row 0, for q/k norm within tree leaves of heads, "
             f"tree(min({settings.leaves}, largest power of two dividing the global heads))"
         ),
         merge=(
-            f"a lane is a chain from +0, ascending, multiply rounded, then add rounded; lanes j and j+{LANES // 2} "
-            f"join, then j and j+{LANES // 4}, and so on; weight gradient: a block is a chain, blocks are folded left "
+            f"a lane is a chain from +0, ascending, multiply rounded, then add rounded; {_join(settings.arch)}; "
+            "weight gradient: a block is a chain, blocks are folded left "
             "from +0, leaves by the balanced tree, lower heads on the left, the upper levels join ranks in rank order"
         ),
         precision={

@@ -11,7 +11,7 @@ from rl_norm import cpu
 MODEL_TYPES = (torch.bfloat16, torch.float32)
 
 
-def _check(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> None:
+def check(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> None:
     if x.dim() != 2 or x.shape[1] == 0:
         raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [M, H] with H > 0")
     if x.dtype not in MODEL_TYPES:
@@ -32,8 +32,8 @@ def _check(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
             "both must have one shape and type"
         )
     kinds = {t.device.type for t in (x, weight, residual) if t is not None}
-    if kinds != {"cpu"}:
-        raise MissingSupport(f"rl_norm got tensors on {sorted(kinds)}; supported: all on cpu; move them there")
+    if kinds not in ({"cpu"}, {"cuda"}):
+        raise MissingSupport(f"rl_norm got tensors on {sorted(kinds)}; supported: all on cpu or all on one GPU; move them")
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 @torch.library.custom_op("rl_norm::rms_norm", mutates_args=(), device_types="cpu")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [M, H], weight [H] -> y [M, H], rstd fp32 [M]."""
-    _check(x, weight, eps)
+    check(x, weight, eps)
     record_launch(Launch("norm", "rl_norm.cpu.forward", "plain"))
     y, _, rstd = _forward(x, None, weight, eps)
     return y, rstd
@@ -57,21 +57,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check(x, weight, eps)
+    check(x, weight, eps)
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
 @torch.library.custom_op("rl_norm::add_rms_norm", mutates_args=(), device_types="cpu")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [M, H], weight [H] -> y [M, H], stream = x + residual [M, H], rstd fp32 [M]."""
-    _check(x, weight, eps, residual)
+    check(x, weight, eps, residual)
     record_launch(Launch("norm", "rl_norm.cpu.forward", "residual"))
     return _forward(x, residual, weight, eps)
 
 
 @add_rms_norm.register_fake
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, weight, eps, residual)
+    check(x, weight, eps, residual)
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
