@@ -6,6 +6,7 @@ a shape then has the contract's bits is never assumed: ``rl_gemm.plans`` routes 
 Rounds once, from the accumulator to the output type, after the bias.
 """
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ def no_split_k() -> Iterator[None]:
             torch.backends.cuda.preferred_blas_library(library)
 
 
+def _driver() -> str:
+    found = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    return f"{found.value // 1000}.{found.value % 1000 // 10}"
+
+
 @cache
 def environment(device_index: int) -> dict[str, str]:
     """What a certificate holds for: device, driver, library and everything that sways the library's choice of algorithm."""
@@ -54,7 +61,7 @@ def environment(device_index: int) -> dict[str, str]:
         cublas = f"cuda-{torch.version.cuda}"
     return {
         "device": torch.cuda.get_device_name(device_index),
-        "driver": str(torch._C._cuda_getDriverVersion()),
+        "driver": _driver(),
         "torch": torch.__version__,
         "cublas": cublas,
         "workspace": f"{os.environ.get('CUBLASLT_WORKSPACE_SIZE', '')}/{os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')}",

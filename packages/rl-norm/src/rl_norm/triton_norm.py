@@ -163,11 +163,11 @@ def weight_block_kernel(
     for start in range(0, ROW_BLOCK, 8):
         for j in tl.static_range(8):
             n = first + start + j
-            inside = n < rows
+            inside = tl.where(n < rows, h, H) < H
             i = n // mine * heads + leaf * mine + n % mine
-            r = tl.load(rstd + i, mask=inside, other=0.0)
-            d = tl.load(dy + i * stride_dy + h, mask=mask & inside, other=0.0).to(tl.float32)
-            v = tl.load(stream + i * H + h, mask=mask & inside, other=0.0).to(tl.float32)
+            r = tl.load(rstd + tl.where(n < rows, i, 0))
+            d = tl.load(dy + i * stride_dy + h, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(stream + i * H + h, mask=inside, other=0.0).to(tl.float32)
             part = tl.where(inside, part + d * (v * r), part)
     tl.store(parts + (leaf.to(tl.int64) * blocks + block) * H + h, part, mask=mask)
 
@@ -182,8 +182,8 @@ def weight_fold_kernel(parts, out, blocks, H, BLOCK_H: tl.constexpr, STEP: tl.co
     for start in range(0, blocks, STEP):
         for j in tl.static_range(STEP):
             at = leaf * blocks + start + j
-            part = tl.load(parts + at * H + h, mask=mask & (start + j < blocks), other=0.0)
-            total = tl.where(start + j < blocks, total + part, total)
+            inside = tl.where(start + j < blocks, h, H) < H
+            total = tl.where(inside, total + tl.load(parts + at * H + h, mask=inside, other=0.0), total)
     tl.store(out + leaf * H + h, total, mask=mask)
 
 
