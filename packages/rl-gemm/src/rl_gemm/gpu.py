@@ -4,6 +4,7 @@ Order and rounding are those of ``triton_gemm``; which evaluation of the tree ru
 for all leaves, a library call) never shows in the bits.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -108,7 +109,7 @@ def gemm(
                 record(boundary, f"rl_gemm.{vendor.NAME}", operation)
                 return _library(a, b, bias, out_dtype)
             continue
-        kernel = own.kernels[use]
+        kernel = _shallow(own.kernels[use], k // leaves // fused, fused)
         if _fits(kernel, a, b, k // leaves, fused):
             record(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}")
             return _launch(kernel, a, b, leaves, fused, bias, out_dtype)
@@ -159,6 +160,14 @@ def _library(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) 
 def _copy_engine_may(x: Tensor) -> bool:
     outer = x.stride(0) if x.stride(1) == 1 else x.stride(1)
     return x.data_ptr() % 16 == 0 and outer * x.element_size() % 16 == 0
+
+
+def _shallow(kernel: plans.Kernel, part: int, fused: int) -> plans.Kernel:
+    """``kernel``, with a block depth that divides each part of a fused leaf."""
+    depth = kernel.block_k
+    while fused > 1 and kernel.kind == "leaf" and part % depth:
+        depth //= 2
+    return kernel if depth == kernel.block_k else replace(kernel, block_k=depth)
 
 
 def _fits(kernel: plans.Kernel, a: Tensor, b: Tensor, leaf_k: int, fused: int) -> bool:

@@ -16,6 +16,7 @@ from rl_contract import ContractError
 
 OPERATIONS = ("forward", "grad_input", "grad_weight")
 LIBRARY = "library"
+ANY_M = 2**62
 FORBIDDEN = (
     "leaf", "leaf_k", "leaves_per_program", "split_k", "kpack", "matrix_instr_nonkdim", "input_precision", "allow_tf32",
     "max_num_imprecise_acc", "enable_fp_fusion", "fp_fusion", "token_block", "acc_dtype",
@@ -35,6 +36,7 @@ class Kernel:
     stages: int
     group_m: int = 8
     swap: bool = False
+    held: int = 0
     slices: int = 1
     per_sm: int = 1
 
@@ -50,8 +52,8 @@ class Kernel:
             problems.append("blocks below 16 do not fill the matrix unit")
         if self.stages < 1 or self.group_m < 1 or self.per_sm < 1:
             problems.append("stages, group_m and per_sm start at 1")
-        if self.kind == "tree" and self.swap:
-            problems.append("kind=tree has no swapped form")
+        if not 0 <= self.held <= 3:
+            problems.append(f"held={self.held}, supported: 0 to 3 levels of finished sub-trees in registers")
         if problems:
             raise ContractError(f"plan kernel {self}: " + "; ".join(problems))
 
@@ -59,7 +61,7 @@ class Kernel:
     def name(self) -> str:
         extra = "".join(
             (f"-g{self.group_m}" if self.group_m != 8 else "", "-swap" if self.swap else "",
-             f"-s{self.slices}" if self.slices > 1 else "", f"-x{self.per_sm}" if self.per_sm > 1 else "")
+             f"-h{self.held}" if self.held else "", f"-s{self.slices}" if self.slices > 1 else "", f"-x{self.per_sm}" if self.per_sm > 1 else "")
         )  # fmt: skip
         return f"{self.kind}-{self.block_m}x{self.block_n}x{self.block_k}-{self.warps}w{self.stages}{extra}"
 
@@ -76,9 +78,10 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """For ``operation`` on weights [n, k] with ``leaves`` leaves on this rank: up to ``m`` rows of output, use ``use``.
+    """For ``operation`` on weights [n, k] with ``leaves`` leaves on this rank: up to ``m`` rows (tokens), use ``use``.
 
-    ``n``, ``k`` = 0 match any size not listed by itself. ``use`` is the name of a kernel, or ``library``.
+    ``use`` is the name of a kernel, or ``library``, which needs a certificate; ``otherwise`` is the kernel taken without one.
+    n = k = 0 matches every shape, leaves = 0 every count; a row that names them is preferred.
     """
 
     operation: str
@@ -87,6 +90,7 @@ class Row:
     leaves: int
     m: int
     use: str
+    otherwise: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +140,11 @@ class Plans:
 
     def choices(self, operation: str, n: int, k: int, leaves: int, m: int) -> list[str]:
         """Names in order of preference: the row of this shape, then the rows for any shape; the last one always runs."""
-        found = []
-        for shape in ((n, k), (0, 0)):
-            for count in (leaves, 0):
-                rows = self._index.get((operation, *shape, count), ())
-                found += [row.use for row in rows if row.m >= m][:1]
+        found: list[str] = []
+        for key in ((n, k, leaves), (0, 0, leaves), (0, 0, 0)):
+            row = next((r for r in self._index.get((operation, *key), ()) if r.m >= m), None)
+            if row is not None:
+                found += [row.use, row.otherwise] if row.otherwise else [row.use]
         return found
 
     def certified(self, environment: Mapping[str, str], operation: str, n: int, k: int, m: int, bias: bool) -> bool:
@@ -167,13 +171,14 @@ class Plans:
             row = Row(**spec)
             if row.operation not in OPERATIONS:
                 raise ContractError(f"{where}: row {spec}: operation, supported: {OPERATIONS}")
-            if row.use != LIBRARY and row.use not in kernels:
-                raise ContractError(f"{where}: row {spec} uses a kernel that the file does not have: {row.use!r}")
+            for name in (row.use, row.otherwise):
+                if name not in ("", LIBRARY) and name not in kernels:
+                    raise ContractError(f"{where}: row {spec} uses a kernel that the file does not have: {name!r}")
             rows.append(row)
         for operation in OPERATIONS:
-            last = [r for r in rows if r.operation == operation and (r.n, r.k, r.leaves) == (0, 0, 0) and r.use != LIBRARY]
-            if not last or max(r.m for r in last) < 2**62:
-                raise ContractError(f"{where}: {operation} needs a kernel row with n = k = leaves = 0 for every m")
+            last = [r for r in rows if r.operation == operation and (r.n, r.k, r.leaves) == (0, 0, 0)]
+            if not last or max(r.m for r in last) < ANY_M or any(r.use == LIBRARY or kernels[r.use].kind != "leaf" for r in last):
+                raise ContractError(f"{where}: {operation} needs rows of leaf kernels with n = k = leaves = 0 up to m={ANY_M}")
         certificates = tuple(
             Certificate(
                 library=c["library"], environment=c["environment"], claims=tuple(Claim(**claim) for claim in c["claims"])
@@ -197,7 +202,7 @@ def read(path: Path) -> Plans:
 
 @cache
 def shipped(arch: str) -> Plans:
-    """The plan file of ``arch`` that comes with the package; ``generic`` where the arch has none of its own."""
+    """The plan file of ``arch`` that comes with the package; none for an arch that has no contract here."""
     room = files("rl_gemm") / "plans"
     path = room / f"{arch}.json"
     if not path.is_file():

@@ -117,13 +117,13 @@ def gemm_tma_kernel(
     a_desc, b_desc, bias, out, scratch, M, N, K, stride_out_leaf, stride_om,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     LEAVES: tl.constexpr, LEAF_GRID: tl.constexpr, FUSED: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
-    SWAP: tl.constexpr, HAS_BIAS: tl.constexpr, SLICES: tl.constexpr,
+    SWAP: tl.constexpr, HAS_BIAS: tl.constexpr, HELD: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs over units of one (tile, leaf), operands through the tensor copy engine.
 
     LEAF_GRID: units are spread over programs and each writes its fp32 partial, as in ``gemm_leaf_kernel``. Otherwise a program
-    takes all leaves of a tile in turn: the active leaf in registers, finished sub-trees in
-    ``scratch[program, level, BLOCK_M, BLOCK_N]``, which stays in the L2, since a program rereads what it has just written.
+    takes all leaves of a tile in turn and joins them as a binary counter carries: finished sub-trees of the lowest HELD levels
+    wait in registers, those above in ``scratch[program, level, BLOCK_M, BLOCK_N]``, which stays in the L2.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -133,8 +133,9 @@ def gemm_tma_kernel(
     leaf_k = K // LEAVES
     leaf_steps = tl.cdiv(leaf_k, BLOCK_K)
     TREE: tl.constexpr = LEAVES > 1 and not LEAF_GRID
-    LEVELS: tl.constexpr = 1 if LEAVES <= 2 else (2 if LEAVES == 4 else (3 if LEAVES == 8 else 4))
-    stash = scratch + program.to(tl.int64) * (LEVELS * BLOCK_M * BLOCK_N)
+    LEVELS: tl.constexpr = 0 if not TREE else (1 if LEAVES == 2 else (2 if LEAVES == 4 else (3 if LEAVES == 8 else 4)))
+    STASHED: tl.constexpr = LEVELS - HELD if LEVELS > HELD else 0
+    stash = scratch + program.to(tl.int64) * (STASHED * BLOCK_M * BLOCK_N)
     # a program of the tree walks whole tiles: its units are ``programs`` tiles apart, the leaves of a tile follow each other
     if TREE:
         count = tl.cdiv(tiles - program, programs) * LEAVES
@@ -148,6 +149,12 @@ def gemm_tma_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if TREE and HELD > 0:
+        held0 = tl.zeros_like(acc)
+    if LEVELS > 1 and HELD > 1:
+        held1 = tl.zeros_like(acc)
+    if LEVELS > 2 and HELD > 2:
+        held2 = tl.zeros_like(acc)
     for _ in tl.range(0, count * leaf_steps):
         step = tl.where(step == leaf_steps - 1, 0, step + 1)
         if step == 0:
@@ -174,16 +181,83 @@ def gemm_tma_kernel(
         else:
             acc = tl.dot(a_tile, b_tile, acc)
         if step == leaf_steps - 1:
-            if TREE:
-                _tree_epilogue(
-                    acc, leaf + 1, stash, bias, out, row, column, 0, M, N, stride_om,
-                    LEAVES, LEVELS, BLOCK_M, BLOCK_N, BLOCK_N, SLICES, HAS_BIAS,
-                )  # fmt: skip
-            else:
-                root = acc.T if SWAP else acc
+            done = leaf + 1
+            to = out
+            if not TREE:
                 to = out + leaf.to(tl.int64) * stride_out_leaf
-                _store(root, bias, to, row, column, M, N, stride_om, BLOCK_M, BLOCK_N, HAS_BIAS)
+            # the counter's digits: a level with a finished sub-tree passes it up, an empty one takes the new one
+            if TREE and HELD > 0:
+                if done % 2 == 0:
+                    acc = held0 + acc
+                else:
+                    held0 = acc
+            if LEVELS > 1 and HELD > 1:
+                if done % 2 == 0:
+                    if done % 4 == 0:
+                        acc = held1 + acc
+                    else:
+                        held1 = acc
+            if LEVELS > 2 and HELD > 2:
+                if done % 4 == 0:
+                    if done % 8 == 0:
+                        acc = held2 + acc
+                    else:
+                        held2 = acc
+            root = acc.T if SWAP else acc
+            if STASHED > 0:
+                if done % (1 << HELD) == 0:
+                    _stash_or_store(
+                        root, done >> HELD, stash, bias, to, row, column, 0, M, N, stride_om,
+                        LEAVES >> HELD, STASHED, BLOCK_M, BLOCK_N, BLOCK_N, SLICES, HAS_BIAS,
+                    )  # fmt: skip
+            elif TREE:
+                if done == LEAVES:
+                    _stash_or_store(
+                        root, 1, stash, bias, to, row, column, 0, M, N, stride_om,
+                        1, 0, BLOCK_M, BLOCK_N, BLOCK_N, SLICES, HAS_BIAS,
+                    )  # fmt: skip
+            else:
+                _stash_or_store(
+                    root, 1, stash, bias, to, row, column, 0, M, N, stride_om,
+                    1, 0, BLOCK_M, BLOCK_N, BLOCK_N, SLICES, HAS_BIAS,
+                )  # fmt: skip
             acc = tl.zeros_like(acc)
+
+
+@triton.jit
+def _stash_or_store(
+    acc, done, stash, bias, out, row, column, at, M, N, stride_om,
+    PARTS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    SLICES: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """After sub-tree number ``done`` of PARTS: join it with those in the stash, youngest first, then stash it or store the root.
+
+    Works on SLICES column slices in turn, so that one slice of a finished sub-tree is live beside the accumulator.
+    """
+    if SLICES > 1:
+        HALF: tl.constexpr = WIDTH // 2
+        low, high = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        _stash_or_store(
+            low, done, stash, bias, out, row, column, at, M, N, stride_om,
+            PARTS, LEVELS, BLOCK_M, BLOCK_N, HALF, SLICES // 2, HAS_BIAS,
+        )  # fmt: skip
+        _stash_or_store(
+            high, done, stash, bias, out, row, column, at + HALF, M, N, stride_om,
+            PARTS, LEVELS, BLOCK_M, BLOCK_N, HALF, SLICES // 2, HAS_BIAS,
+        )  # fmt: skip
+    elif PARTS == 1:
+        _store(acc, bias, out, row, column + at, M, N, stride_om, BLOCK_M, WIDTH, HAS_BIAS)
+    else:
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + (at + tl.arange(0, WIDTH))[None, :]
+        level = 0
+        for l in tl.static_range(LEVELS):
+            if done % (2 << l) == 0:
+                acc = tl.load(stash + l * (BLOCK_M * BLOCK_N) + inner) + acc
+                level = l + 1
+        if done < PARTS:
+            tl.store(stash + level * (BLOCK_M * BLOCK_N) + inner, acc)
+        else:
+            _store(acc, bias, out, row, column + at, M, N, stride_om, BLOCK_M, WIDTH, HAS_BIAS)
 
 
 @triton.jit
@@ -194,40 +268,6 @@ def _store(acc, bias, out, row, column, M, N, stride_om, BLOCK_M: tl.constexpr, 
         acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     ptrs = out + rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
     tl.store(ptrs, acc.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
-
-
-@triton.jit
-def _tree_epilogue(
-    acc, done, stash, bias, out, row, column, at, M, N, stride_om,
-    LEAVES: tl.constexpr, LEVELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    SLICES: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """After leaf number ``done`` of a tile: join it with the finished sub-trees, youngest first, as a binary counter carries.
-
-    Works on SLICES column slices in turn, so that one slice of a finished sub-tree is live beside the accumulator.
-    """
-    if SLICES > 1:
-        HALF: tl.constexpr = WIDTH // 2
-        low, high = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        _tree_epilogue(
-            low, done, stash, bias, out, row, column, at, M, N, stride_om,
-            LEAVES, LEVELS, BLOCK_M, BLOCK_N, HALF, SLICES // 2, HAS_BIAS,
-        )  # fmt: skip
-        _tree_epilogue(
-            high, done, stash, bias, out, row, column, at + HALF, M, N, stride_om,
-            LEAVES, LEVELS, BLOCK_M, BLOCK_N, HALF, SLICES // 2, HAS_BIAS,
-        )  # fmt: skip
-    else:
-        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + (at + tl.arange(0, WIDTH))[None, :]
-        level = 0
-        for l in tl.static_range(LEVELS):
-            if done % (2 << l) == 0:
-                acc = tl.load(stash + l * (BLOCK_M * BLOCK_N) + inner) + acc
-                level = l + 1
-        if done < LEAVES:
-            tl.store(stash + level * (BLOCK_M * BLOCK_N) + inner, acc)
-        else:
-            _store(acc, bias, out, row, column + at, M, N, stride_om, BLOCK_M, WIDTH, HAS_BIAS)
 
 
 _HIP = torch.version.hip is not None
@@ -254,16 +294,15 @@ def launch(
         return
     programs = min(processors * kernel.per_sm, tiles * leaves if leaf_grid else tiles)
     a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
-    in_program = leaves > 1 and not leaf_grid
-    levels = leaves.bit_length() - 1
+    stashed = max(0, leaves.bit_length() - 1 - kernel.held) if not leaf_grid else 0
     scratch = out
-    if in_program:
-        scratch = torch.empty(programs * levels * kernel.block_m * kernel.block_n, dtype=torch.float32, device=out.device)
+    if stashed:
+        scratch = torch.empty(programs * stashed * kernel.block_m * kernel.block_n, dtype=torch.float32, device=out.device)
     gemm_tma_kernel[(programs,)](
         _descriptor(a, a_t, kernel.block_m, kernel.block_k), _descriptor(b, b_t, kernel.block_n, kernel.block_k),
         bias, out, scratch, m, n, k, stride_leaf, out.stride(-2),
         **blocks, LEAVES=leaves, LEAF_GRID=leaf_grid, FUSED=fused, A_T=a_t, B_T=b_t, SWAP=kernel.swap,
-        HAS_BIAS=bias is not None, SLICES=kernel.slices, **options,
+        HAS_BIAS=bias is not None, HELD=kernel.held, SLICES=kernel.slices, **options,
     )  # fmt: skip
 
 

@@ -10,12 +10,12 @@ _MODEL_TYPES = {"cpu": ("bfloat16", "float32")} | dict.fromkeys(_GPUS, ("bfloat1
 
 
 def gpu_lanes(width: int) -> int:
-    """Lanes of a row on a GPU: the next power of two of its width, at most 256."""
-    return min(256, 1 << (width - 1).bit_length())
+    """Lanes of a row on a GPU: 1024 for rows wider than 1024, else the next power of two of the width, at most 256."""
+    return 1024 if width > 1024 else min(256, 1 << (width - 1).bit_length())
 
 
 def _lanes(arch: str) -> str:
-    return f"L={LANES}" if arch == "cpu" else "L=min(256, next power of two of the row's width)"
+    return f"L={LANES}" if arch == "cpu" else "L (1024 for rows wider than 1024, else the next power of two of the width, at most 256)"
 
 
 def _join(arch: str) -> str:

@@ -1,7 +1,7 @@
 """GPU RMSNorm: contract norm, forward and backward; one source for CUDA and ROCm.
 
-Order: lane j of L = min(256, next power of two of H) holds the elements j, j+L, ... of the row and is a chain from +0, ascending,
-multiply rounded, then add rounded; lanes join with their neighbours 1, 2, 4, ... L/2 apart. Every step is written out (loop, split,
+Order: lane j of L = gpu_lanes(H) holds the elements j, j+L, ... of the row and is a chain from +0, ascending, multiply rounded,
+then add rounded; lanes join with their neighbours 1, 2, 4, ... L/2 apart. Every step is written out (loop, split,
 gather), so neither warps nor rows per program nor the compiler's layout can change it. Rounds after every fp32 operation (mean by
 IEEE division, rsqrt through fp64, x * rstd, times weight), then once to bf16. The weight gradient adds rows in order in blocks of
 ROW_BLOCK rows, each a chain from +0, blocks folded left from +0.
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_norm.contract import ROW_BLOCK
+from rl_norm.contract import ROW_BLOCK, gpu_lanes
 
-_KEPT_FORWARD, _KEPT_BACKWARD = 20, 4  # chunks of a row that fit in the registers
+_KEPT_FORWARD, _KEPT_BACKWARD = 16, 8  # chunks of a row that fit in the registers
 
 
 @triton.jit
@@ -52,9 +52,8 @@ def _stream_chunk(x, residual, stream, row, h, mask, stride_x, stride_residual, 
 
 
 @triton.jit
-def _scaled_chunk(v, weight, y, scale, row, h, mask, H: tl.constexpr):
-    w = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
-    tl.store(y + row * H + h, (v.to(tl.float32) * scale * w).to(y.dtype.element_ty), mask=mask)
+def _scaled_chunk(v, w, y, scale, row, h, mask, H: tl.constexpr):
+    tl.store(y + row * H + h, (v.to(tl.float32) * scale * w.to(tl.float32)).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -75,16 +74,18 @@ def rms_norm_fwd_kernel(
     inside = row < M
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     if KEEP:
-        kept = ()
+        kept, weights = (), ()
         for i in tl.static_range(CHUNKS):
             h = i * LANES + at
+            # read early, so that its latency hides behind the row's
+            weights = weights + (tl.load(weight + h, mask=h < H, other=0.0),)
             v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, True)
             kept = kept + (v,)
             lanes = lanes + v.to(tl.float32) * v.to(tl.float32)
         scale = _rstd(lanes, eps, H, ROWS, LANES)
         for i in tl.static_range(CHUNKS):
             h = i * LANES + at
-            _scaled_chunk(kept[i], weight, y, scale[:, None], row, h, (h < H) & inside, H)
+            _scaled_chunk(kept[i], weights[i], y, scale[:, None], row, h, (h < H) & inside, H)
     else:
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
@@ -94,7 +95,8 @@ def rms_norm_fwd_kernel(
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
             v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, False)
-            _scaled_chunk(v, weight, y, scale[:, None], row, h, (h < H) & inside, H)
+            w = tl.load(weight + h, mask=h < H, other=0.0)
+            _scaled_chunk(v, w, y, scale[:, None], row, h, (h < H) & inside, H)
     tl.store(rstd + rows, scale, mask=rows < M)
 
 
@@ -160,8 +162,8 @@ def weight_block_kernel(
     mask = h < H
     part = tl.zeros((BLOCK_H,), tl.float32)
     first = block.to(tl.int64) * ROW_BLOCK
-    for start in range(0, ROW_BLOCK, 8):
-        for j in tl.static_range(8):
+    for start in range(0, ROW_BLOCK, 16):
+        for j in tl.static_range(16):
             n = first + start + j
             inside = tl.where(n < rows, h, H) < H
             i = n // mine * heads + leaf * mine + n % mine
@@ -192,14 +194,13 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _launch_shape(width: int, most: int) -> tuple[dict[str, int | bool], dict[str, int | bool]]:
-    """constexprs and options; from the row's width alone."""
-    lanes = min(256, triton.next_power_of_2(width))
+    """constexprs and options; from the row's width alone. A thread holds 8 neighbouring lanes, so that loads are 16 bytes."""
+    lanes = gpu_lanes(width)
     chunks = triton.cdiv(width, lanes)
-    rows = 1 if width > 1024 else max(1, min(16, 2048 // (lanes * chunks)))
-    warps = 1 if rows <= 2 else min(4, rows // 2)
+    rows = max(1, 1024 // (lanes * chunks))
     return (
         {"H": width, "LANES": lanes, "ROWS": rows, "KEEP": chunks <= most},
-        {"num_warps": warps, "enable_fp_fusion": False},
+        {"num_warps": 4 if lanes == 1024 else 1, "enable_fp_fusion": False},
     )
 
 
