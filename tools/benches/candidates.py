@@ -9,10 +9,25 @@ def _k(kind: str, m: int, n: int, k: int, warps: int, stages: int, **more: int |
 
 def small(m: int) -> list[Kernel]:
     """Chains of up to 32 rows: bandwidth of the weight decides."""
-    leaf = [(16, 256, 2, 4), (16, 512, 2, 3), (32, 128, 4, 6), (32, 256, 4, 4), (32, 256, 2, 4), (64, 64, 4, 8), (64, 128, 4, 5)]
+    leaf = [
+        (16, 256, 2, 4),
+        (16, 512, 2, 3),
+        (32, 128, 4, 6),
+        (32, 256, 4, 4),
+        (32, 256, 2, 4),
+        (64, 64, 4, 8),
+        (64, 128, 4, 5),
+    ]
     leaf += [(64, 256, 4, 3), (128, 64, 4, 6), (128, 128, 4, 4), (128, 128, 8, 4)]
     swapped = [(64, 128, 4, 5), (64, 256, 4, 3), (128, 128, 8, 4)]
-    tma = [(16, 256, 2, 4, 3), (32, 128, 4, 6, 2), (32, 256, 4, 4, 2), (64, 64, 4, 8, 2), (64, 128, 4, 5, 2), (64, 256, 4, 4, 1)]
+    tma = [
+        (16, 256, 2, 4, 3),
+        (32, 128, 4, 6, 2),
+        (32, 256, 4, 4, 2),
+        (64, 64, 4, 8, 2),
+        (64, 128, 4, 5, 2),
+        (64, 256, 4, 4, 1),
+    ]
     tma += [(128, 64, 4, 6, 1), (128, 128, 4, 4, 1)]
     tma_swapped = [(64, 128, 4, 5, 2), (64, 256, 4, 4, 1), (128, 64, 4, 5, 2), (128, 128, 4, 5, 1), (128, 128, 8, 5, 1)]
     return (
@@ -45,24 +60,39 @@ def large() -> list[Kernel]:
     return [
         _k("tma", 128, 128, 64, 8, 5),
         _k("tma", 128, 128, 64, 4, 3, per_sm=2),
-        _k("tma", 128, 256, 64, 8, 3),
-        _k("tma", 128, 256, 64, 8, 4),
+        _k("tma", 128, 256, 64, 8, 3, slices=4),
+        _k("tma", 128, 256, 64, 8, 4, slices=4),
         _k("tma", 256, 128, 64, 8, 3),
         _k("leaf", 128, 128, 64, 8, 3),
     ]
 
 
-def trees() -> list[Kernel]:
+def trees(m: int) -> list[Kernel]:
     """All leaves of a tile in one program."""
-    return [
-        _k("tree", 128, 256, 64, 8, 3, slices=4),
-        _k("tree", 128, 256, 64, 8, 3, slices=8),
-        _k("tree", 128, 128, 64, 8, 4, slices=2),
-        _k("tree", 128, 128, 64, 4, 3, slices=4, per_sm=2),
-        _k("tree", 64, 128, 64, 4, 4, slices=2, per_sm=2),
-        _k("tree", 64, 256, 64, 4, 3, slices=4),
-        _k("tree", 256, 128, 64, 8, 3, slices=4),
+    if m <= 32:
+        block = 16 if m <= 16 else 32
+        return [
+            _k("tree", block, 64, 256, 4, 4, swap=True, held=3),
+            _k("tree", block, 64, 128, 4, 5, swap=True, held=3, per_sm=2),
+            _k("tree", block, 32, 256, 4, 4, held=3, per_sm=2),
+            _k("tree", block, 16, 256, 2, 4, held=3, per_sm=3),
+        ]
+    small = [
+        _k("tree", 64, 32, 128, 4, 5, held=3, per_sm=2),
+        _k("tree", 64, 64, 128, 4, 5, held=3),
+        _k("tree", 64, 64, 128, 4, 5, held=1),
+        _k("tree", 64, 64, 64, 4, 5, held=2, per_sm=2),
+        _k("tree", 128, 64, 64, 8, 5, held=3),
     ]
+    large = [
+        _k("tree", 128, 256, 64, 8, 3, slices=4),
+        _k("tree", 128, 128, 64, 8, 4, held=1),
+        _k("tree", 128, 128, 64, 8, 4, held=1, slices=2),
+        _k("tree", 128, 128, 64, 4, 3, slices=4, per_sm=2),
+        _k("tree", 64, 128, 64, 4, 4, held=1, slices=2, per_sm=2),
+        _k("tree", 64, 128, 64, 4, 4, slices=2, per_sm=2),
+    ]
+    return small + large if m <= 512 else large
 
 
 def chains(m: int) -> list[Kernel]:
@@ -78,6 +108,16 @@ def leaf_grids(m: int) -> list[Kernel]:
     """Candidates of several leaves on programs of their own."""
     if m <= 32:
         block = 16 if m <= 16 else 32
-        wanted = {(32, 128, "leaf"), (64, 64, "leaf"), (64, 128, "leaf"), (128, 64, "leaf"), (64, 128, "tma"), (64, 64, "tma"), (128, 64, "tma")}
-        return [k for k in small(block) if (k.block_n, k.block_k, k.kind) in wanted and not (k.kind == "leaf" and k.swap)]
+        wanted = {
+            (32, 128, "leaf"),
+            (64, 64, "leaf"),
+            (64, 128, "leaf"),
+            (128, 64, "leaf"),
+            (64, 128, "tma"),
+            (64, 64, "tma"),
+            (128, 64, "tma"),
+        }
+        return [
+            k for k in small(block) if (k.block_n, k.block_k, k.kind) in wanted and not (k.kind == "leaf" and k.swap)
+        ]
     return [k for k in middle() if k.block_m * k.block_n >= 64 * 64]

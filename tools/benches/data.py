@@ -15,5 +15,7 @@ def matrix(rows: int, columns: int, kind: str, seed: int, device: str = "cuda", 
     if kind == "cancel" and columns > 1:
         # column pairs of opposite sign far apart: large partial sums, a small total
         half = columns // 2
-        x[:, half : 2 * half] = -x[:, :half] * (1 + 2.0**-7 * torch.randn(rows, half, generator=generator, device=device))
+        x[:, half : 2 * half] = -x[:, :half] * (
+            1 + 2.0**-7 * torch.randn(rows, half, generator=generator, device=device)
+        )
     return (x * scale).bfloat16()

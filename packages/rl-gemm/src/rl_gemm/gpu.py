@@ -24,7 +24,9 @@ def _triton() -> Any:
     try:
         from rl_gemm import triton_gemm
     except ImportError as error:
-        raise MissingSupport(f"rl_gemm on a GPU needs Triton ({error}); install a PyTorch build that ships it") from error
+        raise MissingSupport(
+            f"rl_gemm on a GPU needs Triton ({error}); install a PyTorch build that ships it"
+        ) from error
     return triton_gemm
 
 
@@ -36,7 +38,11 @@ def arch(device_index: int) -> str:
         MissingSupport: any other device.
     """
     properties = torch.cuda.get_device_properties(device_index)
-    name = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else f"sm{properties.major}{properties.minor}"
+    name = (
+        getattr(properties, "gcnArchName", "").split(":")[0]
+        if torch.version.hip
+        else f"sm{properties.major}{properties.minor}"
+    )
     if name not in MATRIX_STEP:
         raise MissingSupport(f"rl_gemm got a {properties.name} ({name}); supported GPUs: {sorted(MATRIX_STEP)}")
     return name
@@ -113,7 +119,9 @@ def gemm(
         if _fits(kernel, a, b, k // leaves, fused):
             record(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}")
             return _launch(kernel, a, b, leaves, fused, bias, out_dtype)
-    raise MissingSupport(f"no plan of {own.arch} fits {operation} N={n} K={k} leaves={leaves} M={m}; add a row to the plan file")
+    raise MissingSupport(
+        f"no plan of {own.arch} fits {operation} N={n} K={k} leaves={leaves} M={m}; add a row to the plan file"
+    )
 
 
 def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:

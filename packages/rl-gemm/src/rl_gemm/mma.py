@@ -110,13 +110,21 @@ def chain(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> list[Tensor]
     Raises:
         ContractError: another type, or K that the leaves do not divide into whole steps.
     """
-    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+    if (
+        a.dtype != torch.bfloat16
+        or b.dtype != torch.bfloat16
+        or a.dim() != 2
+        or b.dim() != 2
+        or a.shape[1] != b.shape[1]
+    ):
         raise ContractError(
             f"mma.chain got {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}; needs bfloat16 [M, K] and [N, K], one K"
         )
     k = a.shape[1]
     if leaves > 1 and k % (leaves * fused * STEP):
-        raise ContractError(f"tree({leaves}) needs K divisible by {fused}*{leaves}*{STEP}, got K={k}; use fewer leaves or pad K")
+        raise ContractError(
+            f"tree({leaves}) needs K divisible by {fused}*{leaves}*{STEP}, got K={k}; use fewer leaves or pad K"
+        )
     if leaves > 1 and fused > 1:
         order = torch.arange(k).view(fused, leaves, -1).transpose(0, 1).flatten()
         a, b = a[:, order], b[:, order]

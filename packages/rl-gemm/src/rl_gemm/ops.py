@@ -21,7 +21,9 @@ def check_type(what: str, x: Tensor) -> None:
 def check_device(*tensors: Tensor) -> None:
     kinds = {t.device.type for t in tensors}
     if kinds not in ({"cpu"}, {"cuda"}):
-        raise MissingSupport(f"rl_gemm got tensors on {sorted(kinds)}; supported: all on cpu or all on one GPU; move them")
+        raise MissingSupport(
+            f"rl_gemm got tensors on {sorted(kinds)}; supported: all on cpu or all on one GPU; move them"
+        )
 
 
 def check_leaves(name: str, length: int, leaves: int, fused: int = 1) -> None:

@@ -163,7 +163,9 @@ class Plans:
         for name, spec in data["kernels"].items():
             kernels[name] = Kernel.from_dict(spec, f"{where}: kernel {name!r}")
             if kernels[name].name != name:
-                raise ContractError(f"{where}: kernel {name!r} describes {kernels[name].name!r}; names follow the fields")
+                raise ContractError(
+                    f"{where}: kernel {name!r} describes {kernels[name].name!r}; names follow the fields"
+                )
         rows = []
         for spec in data["rows"]:
             row_known = {f.name for f in fields(Row)}
@@ -177,11 +179,19 @@ class Plans:
             rows.append(row)
         for operation in OPERATIONS:
             last = [r for r in rows if r.operation == operation and (r.n, r.k, r.leaves) == (0, 0, 0)]
-            if not last or max(r.m for r in last) < ANY_M or any(r.use == LIBRARY or kernels[r.use].kind != "leaf" for r in last):
-                raise ContractError(f"{where}: {operation} needs rows of leaf kernels with n = k = leaves = 0 up to m={ANY_M}")
+            if (
+                not last
+                or max(r.m for r in last) < ANY_M
+                or any(r.use == LIBRARY or kernels[r.use].kind != "leaf" for r in last)
+            ):
+                raise ContractError(
+                    f"{where}: {operation} needs rows of leaf kernels with n = k = leaves = 0 up to m={ANY_M}"
+                )
         certificates = tuple(
             Certificate(
-                library=c["library"], environment=c["environment"], claims=tuple(Claim(**claim) for claim in c["claims"])
+                library=c["library"],
+                environment=c["environment"],
+                claims=tuple(Claim(**claim) for claim in c["claims"]),
             )
             for c in data.get("certificates", ())
         )
@@ -191,7 +201,9 @@ class Plans:
 def _refuse(unknown: set[str], known: set[str], where: str) -> None:
     bad = sorted(unknown & set(FORBIDDEN))
     if bad:
-        raise ContractError(f"{where} asks to change {bad}, which decides the bits; a plan may set {sorted(known)} only")
+        raise ContractError(
+            f"{where} asks to change {bad}, which decides the bits; a plan may set {sorted(known)} only"
+        )
     if unknown:
         raise ContractError(f"{where} has unknown fields {sorted(unknown)}; supported: {sorted(known)}")
 

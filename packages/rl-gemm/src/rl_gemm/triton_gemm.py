@@ -261,7 +261,9 @@ def _stash_or_store(
 
 
 @triton.jit
-def _store(acc, bias, out, row, column, M, N, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _store(
+    acc, bias, out, row, column, M, N, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     rows = row + tl.arange(0, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
@@ -282,7 +284,12 @@ def launch(
     (m, k), n = a.shape, b.shape[0]
     leaf_grid = out.dim() == 3
     tiles = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n)
-    blocks = {"BLOCK_M": kernel.block_m, "BLOCK_N": kernel.block_n, "BLOCK_K": kernel.block_k, "GROUP_M": kernel.group_m}
+    blocks = {
+        "BLOCK_M": kernel.block_m,
+        "BLOCK_N": kernel.block_n,
+        "BLOCK_K": kernel.block_k,
+        "GROUP_M": kernel.group_m,
+    }
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **_PINNED}
     stride_leaf = out.stride(0) if leaf_grid else 0
     if kernel.kind == "leaf":
@@ -297,7 +304,9 @@ def launch(
     stashed = max(0, leaves.bit_length() - 1 - kernel.held) if not leaf_grid else 0
     scratch = out
     if stashed:
-        scratch = torch.empty(programs * stashed * kernel.block_m * kernel.block_n, dtype=torch.float32, device=out.device)
+        scratch = torch.empty(
+            programs * stashed * kernel.block_m * kernel.block_n, dtype=torch.float32, device=out.device
+        )
     gemm_tma_kernel[(programs,)](
         _descriptor(a, a_t, kernel.block_m, kernel.block_k), _descriptor(b, b_t, kernel.block_n, kernel.block_k),
         bias, out, scratch, m, n, k, stride_leaf, out.stride(-2),

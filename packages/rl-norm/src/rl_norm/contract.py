@@ -15,7 +15,11 @@ def gpu_lanes(width: int) -> int:
 
 
 def _lanes(arch: str) -> str:
-    return f"L={LANES}" if arch == "cpu" else "L (1024 for rows wider than 1024, else the next power of two of the width, at most 256)"
+    return (
+        f"L={LANES}"
+        if arch == "cpu"
+        else "L (1024 for rows wider than 1024, else the next power of two of the width, at most 256)"
+    )
 
 
 def _join(arch: str) -> str:

@@ -33,7 +33,9 @@ def check(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None)
         )
     kinds = {t.device.type for t in (x, weight, residual) if t is not None}
     if kinds not in ({"cpu"}, {"cuda"}):
-        raise MissingSupport(f"rl_norm got tensors on {sorted(kinds)}; supported: all on cpu or all on one GPU; move them")
+        raise MissingSupport(
+            f"rl_norm got tensors on {sorted(kinds)}; supported: all on cpu or all on one GPU; move them"
+        )
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,9 @@ def _rstd(x: Tensor, eps: float, arch: str = "cpu") -> Tensor:
     return (1.0 / torch.sqrt((mean + torch.tensor(eps, dtype=torch.float32)).double())).float()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, arch: str = "cpu") -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, arch: str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """x [M, H] -> (y, residual stream); the stream is x itself where there is no residual."""
     stream = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     row = stream.float()
@@ -35,7 +37,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return y.to(x.dtype), stream
 
 
-def grad_input(dy: Tensor, stream: Tensor, weight: Tensor, eps: float, dstream: Tensor | None = None, arch: str = "cpu") -> Tensor:
+def grad_input(
+    dy: Tensor, stream: Tensor, weight: Tensor, eps: float, dstream: Tensor | None = None, arch: str = "cpu"
+) -> Tensor:
     """[M, H] -> [M, H], rounded once."""
     rstd = _rstd(stream.float(), eps, arch)[:, None]
     g, xhat = dy.float() * weight.float(), stream.float() * rstd

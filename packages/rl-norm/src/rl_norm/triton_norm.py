@@ -40,7 +40,19 @@ def _join_lanes(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _stream_chunk(x, residual, stream, row, h, mask, stride_x, stride_residual, H: tl.constexpr, ADD: tl.constexpr, WRITE: tl.constexpr):
+def _stream_chunk(
+    x,
+    residual,
+    stream,
+    row,
+    h,
+    mask,
+    stride_x,
+    stride_residual,
+    H: tl.constexpr,
+    ADD: tl.constexpr,
+    WRITE: tl.constexpr,
+):
     """One chunk of the norm's input in the model's type; with ADD the rounded sum, which WRITE also stores."""
     v = tl.load(x + row * stride_x + h, mask=mask, other=0.0)
     if ADD:
@@ -138,7 +150,9 @@ def rms_norm_bwd_kernel(
         c = tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0)[:, None]
         for i in tl.static_range(CHUNKS):
             h = i * LANES + at
-            _gradient_chunk(kept_g[i], kept_xhat[i], c, scale, dstream, dx, row, h, (h < H) & inside, stride_dstream, H, ADD)
+            _gradient_chunk(
+                kept_g[i], kept_xhat[i], c, scale, dstream, dx, row, h, (h < H) & inside, stride_dstream, H, ADD
+            )
     else:
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
