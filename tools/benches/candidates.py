@@ -85,11 +85,11 @@ def trees(m: int) -> list[Kernel]:
         _k("tree", 128, 64, 64, 8, 5, held=3),
     ]
     large = [
+        _k("hopper", 128, 128, 64, 8, 5),
+        _k("hopper", 128, 128, 64, 8, 4),
+        _k("hopper", 128, 128, 64, 8, 5, group_m=16),
         _k("tree", 128, 256, 64, 8, 3, slices=4),
-        _k("tree", 128, 128, 64, 8, 4, held=1),
-        _k("tree", 128, 128, 64, 8, 4, held=1, slices=2),
         _k("tree", 128, 128, 64, 4, 3, slices=4, per_sm=2),
-        _k("tree", 64, 128, 64, 4, 4, held=1, slices=2, per_sm=2),
         _k("tree", 64, 128, 64, 4, 4, slices=2, per_sm=2),
     ]
     return small + large if m <= 512 else large

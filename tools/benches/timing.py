@@ -19,8 +19,8 @@ def time_calls(
 ) -> dict[str, float]:
     """Microseconds per call of each variant; ``call(i)`` may use i to pick its buffers.
 
-    Each variant is captured into one graph of about ``span_ms``; then graphs are replayed in turn, so that clocks drift alike
-    for all; the median round counts.
+    Each variant is captured into one graph of about ``span_ms``; then graphs are replayed in turn, so that clocks
+    drift alike for all; the median round counts.
     """
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     stream = torch.cuda.Stream()

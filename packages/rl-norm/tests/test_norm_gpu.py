@@ -46,6 +46,24 @@ def test_bits_are_those_of_the_reference(m, width):
     assert torch.equal(dw.cpu(), reference.grad_weight(dy, want_stream, EPS, arch="sm90"))
 
 
+def test_rsqrt_is_correctly_rounded_for_every_mantissa():
+    """Two binades hold every case, since scaling by 4 scales the result by 1/2."""
+    import triton
+    import triton.language as tl
+
+    from rl_norm.triton_norm import rsqrt_f32
+
+    @triton.jit
+    def kernel(x, y, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + at, rsqrt_f32(tl.load(x + at)))
+
+    bits = torch.arange(0x3F800000, 0x40800000, dtype=torch.int32, device="cuda")
+    x, y = bits.view(torch.float32), torch.empty(len(bits), device="cuda")
+    kernel[(len(bits) // 1024,)](x, y, BLOCK=1024, enable_fp_fusion=False)
+    assert torch.equal(y, (1.0 / x.double().sqrt()).float())
+
+
 def test_another_order_of_lanes_shows():
     x = rows(512, 4096).float()
     squares = x * x

@@ -12,8 +12,8 @@ _MODEL_TYPES = {"cpu": ("bfloat16", "float32")} | dict.fromkeys(MATRIX_STEP, ("b
 _STEP = {
     "cpu": "one k at a time, multiply rounded, then add rounded, never contracted",
     "sm90": (
-        "16 k at a time: the accumulator and the 16 exact products are truncated toward zero to 25 fraction bits below the "
-        "largest of their exponents, added exactly, truncated to fp32 (rl_gemm.mma); a short tail is filled with zeros"
+        "16 k at a time: the accumulator and the 16 exact products are truncated toward zero to 25 fraction bits below "
+        "the largest of their exponents, added exactly, truncated to fp32 (rl_gemm.mma); a short tail gets zeros"
     ),
     "gfx942": "one v_mfma_f32_16x16x16_bf16 at a time (kpack 1), a short tail is filled with zeros",
     "gfx950": "one v_mfma_f32_16x16x32_bf16 at a time (kpack 1), a short tail is filled with zeros",

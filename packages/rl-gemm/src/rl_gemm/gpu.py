@@ -1,7 +1,8 @@
-"""One GEMM entry for GPUs: picks, by the frozen plans, the Triton kernel or the certified library that computes the same bits.
+"""One GEMM entry for GPUs: picks, by the frozen plans, the Triton kernel or the certified library that computes the
+same bits.
 
-Order and rounding are those of ``triton_gemm``; which evaluation of the tree runs (one program per leaf and a merge, one program
-for all leaves, a library call) never shows in the bits.
+Order and rounding are those of ``triton_gemm``; which evaluation of the tree runs (one program per leaf and a merge,
+one program for all leaves, a library call) never shows in the bits.
 """
 
 from dataclasses import replace
@@ -28,6 +29,16 @@ def _triton() -> Any:
             f"rl_gemm on a GPU needs Triton ({error}); install a PyTorch build that ships it"
         ) from error
     return triton_gemm
+
+
+@cache
+def _gluon() -> Any | None:
+    """The Gluon kernel, or None where this Triton has no Gluon for Hopper: another kernel of the plan then runs."""
+    try:
+        from rl_gemm import gluon_tree
+    except (ImportError, AttributeError):
+        return None
+    return gluon_tree
 
 
 @cache
@@ -62,7 +73,7 @@ def _check(a: Tensor, b: Tensor, leaves: int, fused: int) -> str:
     name = arch(a.device.index or 0)
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         raise ContractError(
-            f"rl_gemm on {name} got {a.dtype} and {b.dtype}; supported: bfloat16 (TF32 and fp16 are refused); convert the model"
+            f"rl_gemm on {name} got {a.dtype} and {b.dtype}; supported: bfloat16, never TF32 or fp16; convert the model"
         )
     if a.device != b.device:
         raise ContractError(f"rl_gemm got tensors on {a.device} and {b.device}; both must be on one device")
@@ -71,7 +82,8 @@ def _check(a: Tensor, b: Tensor, leaves: int, fused: int) -> str:
         raise ContractError(f"tree({leaves}) on {name}: supported are up to {_MAX_LEAVES} leaves on one rank")
     if leaves > 1 and k % (leaves * fused * step):
         raise ContractError(
-            f"tree({leaves}) on {name} needs K divisible by {fused}*{leaves}*{step}, got K={k}; use fewer leaves or pad K"
+            f"tree({leaves}) on {name} needs K divisible by {fused}*{leaves}*{step}, got K={k}; "
+            "use fewer leaves or pad K"
         )
     return name
 
@@ -96,7 +108,14 @@ def gemm(
     operation: str = "forward",
     boundary: str = "gemm.column",
 ) -> Tensor:
-    """a [M, K], b [N, K], bf16, any strides -> [M, N]: tree(``leaves``) over K, bias in fp32, one rounding to ``out_dtype``."""
+    """a [M, K], b [N, K], bf16, any strides -> [M, N]: tree(``leaves``) over K, bias in fp32, one rounding.
+
+    ``operation`` says which call of the layer this is; plans and certificates are kept by it and by the weight's shape.
+
+    Raises:
+        ContractError: another type, mixed devices, or K that the leaves do not divide into whole matrix steps.
+        MissingSupport: a GPU without contracts, or no Triton.
+    """
     name = _check(a, b, leaves, fused)
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0:
@@ -186,20 +205,26 @@ def _fits(kernel: plans.Kernel, a: Tensor, b: Tensor, leaf_k: int, fused: int) -
         return True
     # the copy engine reads whole blocks: a block that hangs over a leaf would fetch the next leaf's elements
     whole = leaf_k % kernel.block_k == 0 or leaf_k == a.shape[1]
-    return torch.version.hip is None and whole and _copy_engine_may(a) and _copy_engine_may(b)
+    possible = torch.version.hip is None and whole and _copy_engine_may(a) and _copy_engine_may(b)
+    if kernel.kind != "hopper":
+        return possible
+    leaves = a.shape[1] // leaf_k
+    return possible and leaves in (2, 4, 8) and leaf_k % kernel.block_k == 0 and _gluon() is not None
 
 
 def _launch(
     kernel: plans.Kernel, a: Tensor, b: Tensor, leaves: int, fused: int, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    tg = _triton()
-    (m, _), n = a.shape, b.shape[0]
-    in_program = kernel.kind == "tree" or leaves == 1
+    (m, _), n, processors = a.shape, b.shape[0], _processors(a.device.index or 0)
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    if in_program:
-        tg.launch(kernel, a, b, bias, out, leaves, fused, _processors(a.device.index or 0))
-        return out
-    parts = torch.empty((leaves, m, n), dtype=torch.float32, device=a.device)
-    tg.launch(kernel, a, b, None, parts, leaves, fused, _processors(a.device.index or 0))
-    tg.merge(parts, bias, out)
+    if kernel.kind == "hopper":
+        gluon = _gluon()
+        assert gluon is not None
+        gluon.launch(a, b, bias, out, leaves, fused, kernel.stages, kernel.group_m, processors)
+    elif kernel.kind == "tree" or leaves == 1:
+        _triton().launch(kernel, a, b, bias, out, leaves, fused, processors)
+    else:
+        parts = torch.empty((leaves, m, n), dtype=torch.float32, device=a.device)
+        _triton().launch(kernel, a, b, None, parts, leaves, fused, processors)
+        _triton().merge(parts, bias, out)
     return out

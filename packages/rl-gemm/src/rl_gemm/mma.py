@@ -1,14 +1,18 @@
 """The sm90 GEMM contract on a CPU, bit for bit: what Hopper's bf16 matrix instructions compute, step by step.
 
 One step takes the fp32 accumulator and 16 products (mma.sync m16n8k16 and wgmma m64nNk16 alike) as one sum:
-a product's significand is the product of the two significands, not renormalised, its exponent the sum of the two, denormal inputs
-as they are; m is the largest exponent of the 17 nonzero terms, at least -133; every term is truncated toward zero to 25 fraction
-bits relative to 2**m; the terms are added exactly; the sum is truncated toward zero to fp32, denormals kept.
-A chain is a sequence of steps from +0 with k ascending, the last one filled up with zeros; a tree joins chains in IEEE fp32.
+a product's significand is the product of the two significands, not renormalised, its exponent the sum of the two,
+denormal inputs as they are; m is the largest exponent of the 17 nonzero terms, at least -133; every term is truncated
+toward zero to 25 fraction bits relative to 2**m; the terms are added exactly; the sum is truncated toward zero to
+fp32, denormals kept. Infinities and NaN follow IEEE rules step by step, an overflow is an infinity, every NaN is
+0x7fffffff. A chain is a sequence of steps from +0 with k ascending, the last one filled up with zeros; a tree joins
+chains in IEEE fp32.
 
-The model of one step, up to the bound on m, is that of arXiv 2511.10909; the bound and the treatment of non-finite values were
-measured on an H200 (``tests/data``).
+The model of one step, up to the bound on m, is that of arXiv 2511.10909; the bound and the treatment of non-finite
+values were measured on an H200 (``tests/data``).
 """
+
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,40 +30,66 @@ _NAN = np.uint32(0x7FFFFFFF)
 
 @kernel
 def _decode(bits, significand, exponent, finite):
-    """bf16 bits [R, K] -> signed significand and exponent with value = significand / 128 * 2**exponent; finite[r] per row."""
+    """bf16 bits [R, K] -> signed significand and exponent, value significand / 128 * 2**exponent; finite[r]."""
     rows, depth = bits.shape
     for i in range(rows):
         finite[i] = True
         for k in range(depth):
             u = np.int32(bits[i, k])
-            e = (u >> 7) & 255
-            s = u & 127
+            e, s = (u >> 7) & 255, u & 127
             if e == 255:
                 finite[i] = False
             if e > 0:
                 s += 128
-            else:
-                e = 1
             significand[i, k] = -s if u >> 15 else s
-            exponent[i, k] = e - 127
+            exponent[i, k] = max(e, 1) - 127
+
+
+@kernel
+def _special(xs, xe, ws, we, i, j, k0, width, infinite):
+    """State after a step with a non-finite operand or accumulator: 0 finite, 1 and -1 infinite, 2 NaN."""
+    plus, minus = infinite == 1, infinite == -1
+    for n in range(width):
+        a, b = xs[i, k0 + n], ws[j, k0 + n]
+        a_special, b_special = xe[i, k0 + n] == 128, we[j, k0 + n] == 128
+        if not (a_special or b_special):
+            continue
+        # an infinity has significand 128, a NaN more; infinity times zero is NaN
+        if (a_special and abs(a) != 128) or (b_special and abs(b) != 128) or a == 0 or b == 0:
+            return 2
+        if (a < 0) != (b < 0):
+            minus = True
+        else:
+            plus = True
+    if plus and minus:
+        return 2
+    return 1 if plus else (-1 if minus else 0)
 
 
 @kernel
 def _chains(xs, xe, ws, we, finite, begin, end, out, first, last):
-    """out[i, j] = chain over k of ``begin`` to ``end``, for rows ``first`` to ``last``; pairs with a non-finite row are left."""
+    """out[i, j] = fp32 bits of the chain over k of ``begin`` to ``end``, for rows ``first`` to ``last``."""
     columns = ws.shape[0]
     p = np.zeros(STEP, np.int64)
     e = np.zeros(STEP, np.int64)
     for i in range(first, last):
         for j in range(columns):
-            if not finite[0, i] or not finite[1, j]:
-                continue
+            all_finite = finite[0, i] and finite[1, j]
             acc, acc_e = np.int64(0), np.int64(-126)  # value acc * 2**(acc_e - 23)
+            state = 0  # as in _special
             for k0 in range(begin, end, STEP):
+                width = min(STEP, end - k0)
+                if not all_finite:
+                    state = _special(xs, xe, ws, we, i, j, k0, width, state)
+                    if state == 2:
+                        break
+                if state != 0:
+                    if all_finite:
+                        break
+                    continue
                 m = np.int64(_LEAST)
                 if acc != 0 and acc_e > m:
                     m = acc_e
-                width = min(STEP, end - k0)
                 for n in range(width):
                     p[n] = np.int64(xs[i, k0 + n]) * np.int64(ws[j, k0 + n])
                     e[n] = np.int64(xe[i, k0 + n]) + np.int64(we[j, k0 + n])
@@ -68,8 +98,7 @@ def _chains(xs, xe, ws, we, finite, begin, end, out, first, last):
                 for n in range(STEP):
                     if p[n] != 0 and e[n] > m:
                         m = e[n]
-                shift = min(m - acc_e, np.int64(63))
-                total = (abs(acc) << 2) >> shift
+                total = (abs(acc) << 2) >> min(m - acc_e, np.int64(63))
                 if acc < 0:
                     total = -total
                 for n in range(STEP):
@@ -87,21 +116,17 @@ def _chains(xs, xe, ws, we, finite, begin, end, out, first, last):
                 magnitude = magnitude >> min(drop, np.int64(63)) if drop >= 0 else magnitude << -drop
                 acc = -magnitude if total < 0 else magnitude
                 if acc_e > 127:
-                    break
-            if acc_e > 127:
-                bits = np.uint32(0x7F800000)
-            else:
-                magnitude = abs(acc)
-                biased = acc_e + 127 if magnitude >= (1 << 23) else np.int64(0)
-                bits = np.uint32((biased << 23) | (magnitude & 0x7FFFFF))
+                    state = -1 if total < 0 else 1
+            if state == 2:
+                out[i, j] = _NAN
+                continue
+            if state != 0:
+                out[i, j] = np.uint32(0x7F800000) if state > 0 else np.uint32(0xFF800000)
+                continue
+            magnitude = abs(acc)
+            biased = acc_e + 127 if magnitude >= (1 << 23) else np.int64(0)
+            bits = np.uint32((biased << 23) | (magnitude & 0x7FFFFF))
             out[i, j] = bits | np.uint32(0x80000000) if acc < 0 else bits
-
-
-def _nonfinite(x: Tensor, w: Tensor, begin: int, end: int) -> Tensor:
-    """Chains over rows with an infinity or NaN: IEEE rules, every NaN is 0x7fffffff."""
-    products = x[:, None, begin:end].double() * w[None, :, begin:end].double()
-    total = products.sum(-1).float()
-    return torch.where(total.isnan(), torch.tensor(int(_NAN), dtype=torch.int32).view(torch.float32), total)
 
 
 def chain(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> list[Tensor]:
@@ -118,7 +143,8 @@ def chain(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> list[Tensor]
         or a.shape[1] != b.shape[1]
     ):
         raise ContractError(
-            f"mma.chain got {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}; needs bfloat16 [M, K] and [N, K], one K"
+            f"mma.chain got {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}; "
+            "needs bfloat16 [M, K] and [N, K], one K"
         )
     k = a.shape[1]
     if leaves > 1 and k % (leaves * fused * STEP):
@@ -143,18 +169,12 @@ def chain(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> list[Tensor]
             a.shape[0],
             8.0 * a.shape[0] * b.shape[0] * (end - begin),
         )
-        part = torch.from_numpy(out.view(np.float32))
-        rows, columns = (torch.from_numpy(~finite[0, : a.shape[0]]), torch.from_numpy(~finite[1, : b.shape[0]]))
-        if bool(rows.any()):
-            part[rows] = _nonfinite(a[rows].cpu(), b.cpu(), begin, end)
-        if bool(columns.any()):
-            part[:, columns] = _nonfinite(a.cpu(), b[columns].cpu(), begin, end)
-        parts.append(part)
+        parts.append(torch.from_numpy(out.view(np.float32)))
     return parts
 
 
 def tree(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> Tensor:
-    """a [M, K], b [N, K], bf16 -> fp32 [M, N]: what ``rl_gemm.ops.matmul_tree`` gives on sm90. Errors as in ``chain``."""
+    """a [M, K], b [N, K], bf16 -> fp32 [M, N]: the bits of ``rl_gemm.ops.matmul_tree`` on sm90. Errors as ``chain``."""
     parts = chain(a, b, leaves, fused)
     while len(parts) > 1:
         parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]

@@ -1,6 +1,8 @@
-"""Frozen launch choices: which kernel serves which (operation, N, K, leaves, M). Read from ``plans/*.json``, never timed at run time.
+"""Frozen launch choices: which kernel serves which (operation, N, K, leaves, M). Read from ``plans/*.json``, never
+timed at run time.
 
-A plan can only choose among things that leave the bits alone. Anything that would move a k to another accumulator (the leaf size,
+A plan can only choose among things that leave the bits alone. Anything that would move a k to another accumulator
+(the leaf size,
 ``kpack``, ``matrix_instr_nonkdim``, split-K) is no field of a plan, and a file that asks for it is rejected by name.
 """
 
@@ -25,8 +27,10 @@ FORBIDDEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One launch shape. ``kind``: ``leaf`` (pointer loads, a program per tile and leaf), ``tma`` (the same work through the copy
-    engine, persistent) or ``tree`` (``tma``, with all leaves of a tile in one program)."""
+    """One launch shape. ``kind``: ``leaf`` (pointer loads, a program per tile and leaf), ``tma`` (the same work
+    through the copy
+    engine, persistent), ``tree`` (``tma``, with all leaves of a tile in one program) or ``hopper`` (``tree`` in
+    ``gluon_tree``)."""
 
     kind: str
     block_m: int
@@ -42,8 +46,8 @@ class Kernel:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.kind not in ("leaf", "tma", "tree"):
-            problems.append(f"kind={self.kind!r}, supported: leaf, tma, tree")
+        if self.kind not in ("leaf", "tma", "tree", "hopper"):
+            problems.append(f"kind={self.kind!r}, supported: leaf, tma, tree, hopper")
         for name in ("block_m", "block_n", "block_k", "warps", "slices"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1 or value & (value - 1):
@@ -54,6 +58,14 @@ class Kernel:
             problems.append("stages, group_m and per_sm start at 1")
         if not 0 <= self.held <= 3:
             problems.append(f"held={self.held}, supported: 0 to 3 levels of finished sub-trees in registers")
+        if self.kind == "hopper" and (self.block_m, self.block_n, self.block_k, self.warps, self.swap) != (
+            128,
+            128,
+            64,
+            8,
+            False,
+        ):
+            problems.append("kind=hopper has one shape: 128x128x64, 8 warps")
         if problems:
             raise ContractError(f"plan kernel {self}: " + "; ".join(problems))
 
@@ -61,7 +73,8 @@ class Kernel:
     def name(self) -> str:
         extra = "".join(
             (f"-g{self.group_m}" if self.group_m != 8 else "", "-swap" if self.swap else "",
-             f"-h{self.held}" if self.held else "", f"-s{self.slices}" if self.slices > 1 else "", f"-x{self.per_sm}" if self.per_sm > 1 else "")
+             f"-h{self.held}" if self.held else "", f"-s{self.slices}" if self.slices > 1 else "", f"-x{self.per_sm}"
+             if self.per_sm > 1 else "")
         )  # fmt: skip
         return f"{self.kind}-{self.block_m}x{self.block_n}x{self.block_k}-{self.warps}w{self.stages}{extra}"
 
@@ -80,8 +93,8 @@ class Kernel:
 class Row:
     """For ``operation`` on weights [n, k] with ``leaves`` leaves on this rank: up to ``m`` rows (tokens), use ``use``.
 
-    ``use`` is the name of a kernel, or ``library``, which needs a certificate; ``otherwise`` is the kernel taken without one.
-    n = k = 0 matches every shape, leaves = 0 every count; a row that names them is preferred.
+    ``use`` is the name of a kernel, or ``library``, which needs a certificate; ``otherwise`` is the kernel taken
+    without one. n = k = 0 matches every shape, leaves = 0 every count; a row that names them is preferred.
     """
 
     operation: str
@@ -139,7 +152,7 @@ class Plans:
         object.__setattr__(self, "_index", index)
 
     def choices(self, operation: str, n: int, k: int, leaves: int, m: int) -> list[str]:
-        """Names in order of preference: the row of this shape, then the rows for any shape; the last one always runs."""
+        """Names in order of preference: this shape's row, then the rows for any shape; the last always runs."""
         found: list[str] = []
         for key in ((n, k, leaves), (0, 0, leaves), (0, 0, 0)):
             row = next((r for r in self._index.get((operation, *key), ()) if r.m >= m), None)
@@ -226,7 +239,7 @@ _own: dict[str, Plans] = {}
 
 
 def use(plans: Plans) -> None:
-    """Replace the shipped file of ``plans.arch`` in this process, e.g. by one that ``tools/certify`` wrote on this machine."""
+    """Replace the shipped file of ``plans.arch`` in this process, e.g. by one that ``tools/certify`` wrote here."""
     _own[plans.arch] = plans
 
 

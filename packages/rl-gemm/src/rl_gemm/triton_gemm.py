@@ -1,9 +1,10 @@
 """GPU GEMM kernels for the contracts gemm.column (chain) and gemm.row (tree(G)); one source for CUDA and ROCm.
 
-Order: an fp32 accumulator per output and leaf starts at +0 and takes k in ascending order in steps of the matrix unit's depth,
-tails padded with zeros; leaves are merged by the balanced binary tree in fp32, lower k on the left. Bias is added to the root in
-fp32, then the value is rounded once (to nearest, ties to even). Tile sizes, warps, stages, the number of programs and which of the
-kernels below runs are free: none of them moves a k to another accumulator or changes a merge.
+Order: an fp32 accumulator per output and leaf starts at +0 and takes k in ascending order in steps of the matrix
+unit's depth, tails padded with zeros; leaves are merged by the balanced binary tree in fp32, lower k on the left.
+Bias is added to the root in fp32, then the value is rounded once (to nearest, ties to even). Tile sizes, warps,
+stages, the number of programs and which of the kernels below runs are free: none of them moves a k to another
+accumulator or changes a merge.
 """
 
 import torch
@@ -27,7 +28,7 @@ def _tile_origin(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _leaf_start(k, leaf, leaf_k, K, FUSED: tl.constexpr):
-    """Global index of the leaf's k-th element: with FUSED=2 a leaf is one part of the first half of K, then the same of the second."""
+    """Index in K of the leaf's k-th element; with FUSED=2 a leaf is its part of the first half, then of the second."""
     if FUSED == 1:
         return leaf * leaf_k + k
     half = leaf_k // 2
@@ -41,7 +42,7 @@ def gemm_leaf_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     FUSED: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (tile, leaf): out[leaf, M, N] = sum over the leaf's k of a[M, k] * b[N, k]. Pointer loads, any stride."""
+    """A program per (tile, leaf): out[leaf, M, N] = sum over the leaf's k of a[M, k] * b[N, k]. Any stride."""
     leaf = tl.program_id(1)
     tile_m, tile_n = _tile_origin(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -121,9 +122,10 @@ def gemm_tma_kernel(
 ):  # fmt: skip
     """Persistent programs over units of one (tile, leaf), operands through the tensor copy engine.
 
-    LEAF_GRID: units are spread over programs and each writes its fp32 partial, as in ``gemm_leaf_kernel``. Otherwise a program
-    takes all leaves of a tile in turn and joins them as a binary counter carries: finished sub-trees of the lowest HELD levels
-    wait in registers, those above in ``scratch[program, level, BLOCK_M, BLOCK_N]``, which stays in the L2.
+    LEAF_GRID: units are spread over programs and each writes its fp32 partial, as in ``gemm_leaf_kernel``. Otherwise
+    a program takes all leaves of a tile in turn and joins them as a binary counter carries: finished sub-trees of the
+    lowest HELD levels wait in registers, those above in ``scratch[program, level, BLOCK_M, BLOCK_N]``, which stays in
+    the L2.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -136,7 +138,8 @@ def gemm_tma_kernel(
     LEVELS: tl.constexpr = 0 if not TREE else (1 if LEAVES == 2 else (2 if LEAVES == 4 else (3 if LEAVES == 8 else 4)))
     STASHED: tl.constexpr = LEVELS - HELD if LEVELS > HELD else 0
     stash = scratch + program.to(tl.int64) * (STASHED * BLOCK_M * BLOCK_N)
-    # a program of the tree walks whole tiles: its units are ``programs`` tiles apart, the leaves of a tile follow each other
+    # a program of the tree walks whole tiles: its units are ``programs`` tiles apart, the leaves of a tile follow
+    # each other
     if TREE:
         count = tl.cdiv(tiles - program, programs) * LEAVES
     else:
@@ -184,7 +187,7 @@ def gemm_tma_kernel(
             done = leaf + 1
             to = out
             if not TREE:
-                to = out + leaf.to(tl.int64) * stride_out_leaf
+                to = out + leaf.to(tl.int64) * stride_out_leaf  # type: ignore[attr-defined]
             # the counter's digits: a level with a finished sub-tree passes it up, an empty one takes the new one
             if TREE and HELD > 0:
                 if done % 2 == 0:
@@ -230,7 +233,8 @@ def _stash_or_store(
     PARTS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
     SLICES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """After sub-tree number ``done`` of PARTS: join it with those in the stash, youngest first, then stash it or store the root.
+    """After sub-tree number ``done`` of PARTS: join it with those in the stash, youngest first, then stash it or
+    store the root.
 
     Works on SLICES column slices in turn, so that one slice of a finished sub-tree is live beside the accumulator.
     """
@@ -250,10 +254,10 @@ def _stash_or_store(
     else:
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + (at + tl.arange(0, WIDTH))[None, :]
         level = 0
-        for l in tl.static_range(LEVELS):
-            if done % (2 << l) == 0:
-                acc = tl.load(stash + l * (BLOCK_M * BLOCK_N) + inner) + acc
-                level = l + 1
+        for below in tl.static_range(LEVELS):
+            if done % (2 << below) == 0:
+                acc = tl.load(stash + below * (BLOCK_M * BLOCK_N) + inner) + acc
+                level = below + 1
         if done < PARTS:
             tl.store(stash + level * (BLOCK_M * BLOCK_N) + inner, acc)
         else:
@@ -272,9 +276,9 @@ def _store(
     tl.store(ptrs, acc.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
-_HIP = torch.version.hip is not None
-# on CDNA these two would permute or regroup K, so they are pinned here and are no field of a plan
-_PINNED = {"kpack": 1, "matrix_instr_nonkdim": 16} if _HIP else {}
+def pinned(hip: bool) -> dict[str, int]:
+    """Compiler options that would permute or regroup K on CDNA: fixed here, and no field of a plan."""
+    return {"kpack": 1, "matrix_instr_nonkdim": 16} if hip else {}
 
 
 def launch(
@@ -290,13 +294,14 @@ def launch(
         "BLOCK_K": kernel.block_k,
         "GROUP_M": kernel.group_m,
     }
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **_PINNED}
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **pinned(torch.version.hip is not None)}
     stride_leaf = out.stride(0) if leaf_grid else 0
     if kernel.kind == "leaf":
         leaf_k = k // leaves
         gemm_leaf_kernel[(tiles, leaves)](
             a, b, bias, out, m, n, k, leaf_k, *a.stride(), *b.stride(), stride_leaf, out.stride(-2),
-            **blocks, FUSED=fused, EVEN_K=leaf_k % kernel.block_k == 0, SWAP=kernel.swap, HAS_BIAS=bias is not None, **options,
+            **blocks, FUSED=fused, EVEN_K=leaf_k % kernel.block_k == 0, SWAP=kernel.swap, HAS_BIAS=bias is not None,
+            **options,
         )  # fmt: skip
         return
     programs = min(processors * kernel.per_sm, tiles * leaves if leaf_grid else tiles)
@@ -325,6 +330,6 @@ def merge(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Join fp32 parts [leaves, M, N] by the balanced tree into ``out`` [M, N]."""
     size, block = out.numel(), 1024
     merge_kernel[(triton.cdiv(size, block),)](
-        parts, bias, out, size, out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None, BLOCK=block, num_warps=4,
-        enable_fp_fusion=False,
+        parts, bias, out, size, out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None, BLOCK=block,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

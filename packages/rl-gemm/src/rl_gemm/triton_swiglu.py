@@ -1,8 +1,9 @@
 """GPU SwiGLU: contract swiglu. Element-wise, nothing is summed across elements.
 
-In fp32, without contraction: e = exp(-g) by the named polynomial, 1 + e, g / (1 + e), times u, each rounded; then once to bf16.
-The polynomial: n = nearest integer to x*log2(e) by one fma with 1.5*2^23; r = x - n*ln2 in two fmas (ln2 in two parts); degree 6
-with explicit fmas; scaling by 2^n is exact. x is clamped to [-87, 89], where 1 + e is 1 and infinity anyway.
+In fp32, without contraction: e = exp(-g) by the named polynomial, 1 + e, g / (1 + e), times u, each rounded; then
+once to bf16. The polynomial: n = nearest integer to x*log2(e) by one fma with 1.5*2^23; r = x - n*ln2 in two fmas
+(ln2 in two parts); degree 6 with explicit fmas; scaling by 2^n is exact. x is clamped to [-87, 89], where 1 + e is 1
+and infinity anyway.
 """
 
 import torch

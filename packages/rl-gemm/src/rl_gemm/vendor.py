@@ -1,9 +1,9 @@
 """The vendor GEMM without split-K, for the contracts gemm.column and gemm.row on CUDA.
 
-Order: the library's kernels keep one fp32 accumulator per output and walk k upwards in the matrix unit's depth, as the contract
-asks, as long as they neither split K nor use another instruction. PyTorch's public switches forbid the split in cuBLASLt; whether
-a shape then has the contract's bits is never assumed: ``rl_gemm.plans`` routes a shape here only under a certificate.
-Rounds once, from the accumulator to the output type, after the bias.
+Order: the library's kernels keep one fp32 accumulator per output and walk k upwards in the matrix unit's depth, as
+the contract asks, as long as they neither split K nor use another instruction. PyTorch's public switches forbid the
+split in cuBLASLt; whether a shape then has the contract's bits is never assumed: ``rl_gemm.plans`` routes a shape
+here only under a certificate. Rounds once, from the accumulator to the output type, after the bias.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ _lock = threading.RLock()
 def no_split_k() -> Iterator[None]:
     """cuBLASLt, split-K forbidden, for the calls inside; the process-wide switches are restored on the way out.
 
-    This is the only place that touches them. The lock keeps this package's own threads apart; code elsewhere that changes the
-    same switches while a call is inside would defeat it.
+    This is the only place that touches them. The lock keeps this package's own threads apart; code elsewhere that
+    changes the same switches while a call is inside would defeat it.
     """
     matmul = torch.backends.cuda.matmul
     with _lock:
@@ -54,7 +54,7 @@ def _driver() -> str:
 
 @cache
 def environment(device_index: int) -> dict[str, str]:
-    """What a certificate holds for: device, driver, library and everything that sways the library's choice of algorithm."""
+    """What a certificate holds for: all that sways the library's choice of algorithm."""
     try:
         cublas = version("nvidia-cublas")
     except PackageNotFoundError:
@@ -79,7 +79,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) ->
 
 
 def uncertified_matmul(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The library under whatever switches are set; ``tools/certify`` also runs it with split-K allowed, to be refused."""
+    """The library under whatever switches are set; ``tools/certify`` also runs it with split-K allowed."""
     if bias is not None:
         return torch.addmm(bias, a, b.t())
     if out_dtype == a.dtype:

@@ -38,8 +38,9 @@ def norm(settings: Settings) -> Contract:
         boundary="norm",
         dependency="a row reads itself, its residual row and weight; no other row",
         partition=(
-            f"sum of squares: lane j of {_lanes(settings.arch)} holds the elements j, j+L, ... of the row; weight gradient: "
-            f"rows in packed order in blocks of {ROW_BLOCK} from row 0, for q/k norm within tree leaves of heads, "
+            f"sum of squares: lane j of {_lanes(settings.arch)} holds the elements j, j+L, ... of the row; "
+            f"weight gradient: rows in packed order in blocks of {ROW_BLOCK} from row 0, "
+            "for q/k norm within tree leaves of heads, "
             f"tree(min({settings.leaves}, largest power of two dividing the global heads))"
         ),
         merge=(

@@ -9,7 +9,8 @@ from rl_norm.contract import LANES, ROW_BLOCK, gpu_lanes
 def lane_sum(x: Tensor, arch: str = "cpu") -> Tensor:
     """fp32 [M, H] -> [M]; the products are already rounded.
 
-    CPU: lanes j, j+16, ... ascending, then lanes joined 8, 4, 2, 1 apart. GPU: min(256, ...) lanes, joined 1, 2, 4, ... apart.
+    CPU: lanes j, j+16, ... ascending, then lanes joined 8, 4, 2, 1 apart. GPU: min(256, ...) lanes, joined 1, 2, 4,
+    ... apart.
     """
     count = LANES if arch == "cpu" else gpu_lanes(x.shape[1])
     lanes = torch.zeros(x.shape[0], count, device=x.device)

@@ -1,0 +1,179 @@
+"""Hopper kernel for tree(G) with many rows, contracts gemm.row and gemm.column (input gradient); CUDA sm90 only.
+
+Order: as in ``triton_gemm``: each leaf a chain from +0 with k ascending in steps of 16; leaves joined by the balanced
+binary tree in fp32, lower k on the left; bias added to the root in fp32, one rounding. What differs is where finished
+sub-trees wait: the two lowest levels in registers, the others in shared memory, so that a join costs neither a spill
+nor a trip to the L2.
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+BLOCK_M, BLOCK_N, BLOCK_K, WARPS = 128, 128, 64, 8
+
+
+@gluon.jit
+def _tile_origin(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    group = tile // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    height = gl.minimum(tiles_m - first, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return first + within % height, within // height
+
+
+@gluon.jit
+def _fetch(
+    a_desc, b_desc, a_ring, b_ring, full, issued, total, tiles_m, tiles_n, K, leaf_k, leaf_steps,
+    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Start the loads of global step ``issued`` of this program; past the last step nothing happens."""
+    slot = issued % STAGES
+    steps = leaf_steps * LEAVES
+    tile = gl.program_id(0) + (issued // steps) * gl.num_programs(0)
+    tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+    step = issued % steps
+    if FUSED == 1:
+        k = step * BLOCK_K
+    else:
+        within = (step % leaf_steps) * BLOCK_K
+        half = leaf_k // 2
+        leaf = step // leaf_steps
+        k = gl.where(within < half, leaf * half + within, K // 2 + leaf * half + (within - half))
+    more = issued < total
+    bar = full.index(slot)
+    mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=more)
+    if A_T:
+        tma.async_copy_global_to_shared(a_desc, [k, row], bar, a_ring.index(slot), pred=more)
+    else:
+        tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_ring.index(slot), pred=more)
+    if B_T:
+        tma.async_copy_global_to_shared(b_desc, [k, column], bar, b_ring.index(slot), pred=more)
+    else:
+        tma.async_copy_global_to_shared(b_desc, [column, k], bar, b_ring.index(slot), pred=more)
+    return issued + 1
+
+
+@gluon.jit(do_not_specialize=["M"])
+def gemm_tree_kernel(
+    a_desc, b_desc, out, bias, M, N, K, stride_om,
+    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+    HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    LEVELS: gl.constexpr = 1 if LEAVES == 2 else (2 if LEAVES == 4 else 3)
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stash_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    if LEVELS > 2:
+        stash = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], stash_layout)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    leaf_k = K // LEAVES
+    leaf_steps = leaf_k // BLOCK_K
+    mine = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+    total = mine * leaf_steps * LEAVES
+    issued = 0
+    for _stage in gl.static_range(STAGES - 1):
+        issued = _fetch(
+            a_desc, b_desc, a_ring, b_ring, full, issued, total, tiles_m, tiles_n, K, leaf_k, leaf_steps,
+            GROUP_M, LEAVES, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    done = 0
+    for t in range(mine):
+        held0 = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
+        held1 = held0
+        root = held0
+        for leaf in gl.static_range(LEAVES):
+            acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
+            for _step in range(leaf_steps):
+                slot = done % STAGES
+                mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+                if A_T:
+                    a_tile = a_ring.index(slot).permute((1, 0))
+                else:
+                    a_tile = a_ring.index(slot)
+                if B_T:
+                    b_tile = b_ring.index(slot)
+                else:
+                    b_tile = b_ring.index(slot).permute((1, 0))
+                acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
+                # the step before has been read by now, so its slot takes the next load
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                issued = _fetch(
+                    a_desc, b_desc, a_ring, b_ring, full, issued, total, tiles_m, tiles_n, K, leaf_k, leaf_steps,
+                    GROUP_M, LEAVES, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                done += 1
+            node = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            # a binary counter: digit 0 and 1 are held in registers, digit 2 in shared memory
+            if leaf % 2 == 0:
+                held0 = node
+            else:
+                node = held0 + node
+                if LEVELS > 1:
+                    if leaf % 4 == 1:
+                        held1 = node
+                    else:
+                        node = held1 + node
+                        if LEVELS > 2:
+                            if leaf % 8 == 3:
+                                stash.store(node)
+                            else:
+                                node = stash.load(acc_layout) + node
+            root = node
+        tile_m, tile_n = _tile_origin(gl.program_id(0) + t * gl.num_programs(0), tiles_m, tiles_n, GROUP_M)
+        rows = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout))
+        columns = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc_layout))
+        if HAS_BIAS:
+            root = root + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        ptrs = out + rows.to(gl.int64)[:, None] * stride_om + columns[None, :]
+        gl.store(ptrs, root.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+    for i in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(i))
+
+
+def _descriptor(x: Tensor, transposed: bool, block_row: int) -> TensorDescriptor:
+    shape = [BLOCK_K, block_row] if transposed else [block_row, BLOCK_K]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
+    return TensorDescriptor.from_tensor(x.t() if transposed else x, shape, layout)
+
+
+def launch(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    leaves: int,
+    fused: int,
+    stages: int,
+    group_m: int,
+    processors: int,
+) -> None:
+    """a [M, K], b [N, K] -> out [M, N]; K a multiple of 64 * leaves * fused; 2, 4 or 8 leaves."""
+    (m, k), n = a.shape, b.shape[0]
+    tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N)
+    a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
+    gemm_tree_kernel[(min(processors, tiles),)](
+        _descriptor(a, a_t, BLOCK_M), _descriptor(b, b_t, BLOCK_N), out, bias, m, n, k, out.stride(0),
+        GROUP_M=group_m, LEAVES=leaves, FUSED=fused, A_T=a_t, B_T=b_t, HAS_BIAS=bias is not None, STAGES=stages,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, WARPS=WARPS, num_warps=WARPS,
+    )  # fmt: skip

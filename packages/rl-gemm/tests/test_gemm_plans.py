@@ -1,0 +1,93 @@
+"""Plan files: every shipped one is valid, covers every call, and none can ask for what would change bits."""
+
+import json
+from importlib.resources import files
+
+import pytest
+
+from rl_contract import ContractError
+from rl_gemm import plans
+from rl_gemm.contract import MATRIX_STEP
+
+SHIPPED = [p.name for p in (files("rl_gemm") / "plans").iterdir() if p.name.endswith(".json")]
+
+
+def shipped(name):
+    return json.loads((files("rl_gemm") / "plans" / name).read_text())
+
+
+def small():
+    leaf = plans.Kernel(kind="leaf", block_m=16, block_n=64, block_k=64, warps=4, stages=3)
+    rows = [
+        {"operation": op, "n": 0, "k": 0, "leaves": 0, "m": plans.ANY_M, "use": leaf.name} for op in plans.OPERATIONS
+    ]
+    return {"arch": "sm90", "kernels": {leaf.name: leaf.to_dict()}, "rows": rows, "certificates": []}
+
+
+def test_every_arch_has_a_file():
+    assert {name.removesuffix(".json") for name in SHIPPED} == set(MATRIX_STEP)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_file_is_valid_and_covers_every_call(name):
+    own = plans.Plans.from_dict(shipped(name), name)
+    assert own.arch == name.removesuffix(".json")
+    for operation in plans.OPERATIONS:
+        for n, k in ((4096, 4096), (24576, 4096), (7, 33), (151936, 5120)):
+            for leaves in (1, 2, 4, 8, 16):
+                for m in (1, 16, 17, 64, 100, 8192, 10**6):
+                    choices = own.choices(operation, n, k, leaves, m)
+                    assert own.kernels[choices[-1]].kind == "leaf"
+
+
+@pytest.mark.parametrize("field", plans.FORBIDDEN)
+def test_a_forbidden_change_is_rejected_by_name(field):
+    for place in ("kernel", "row", "file"):
+        bad = small()
+        target = {"kernel": next(iter(bad["kernels"].values())), "row": bad["rows"][0], "file": bad}[place]
+        target[field] = 2
+        with pytest.raises(ContractError, match=field):
+            plans.Plans.from_dict(bad)
+
+
+def test_malformed_files_are_rejected():
+    def broken(change):
+        bad = small()
+        change(bad)
+        with pytest.raises(ContractError):
+            plans.Plans.from_dict(bad)
+
+    name = next(iter(small()["kernels"]))
+    broken(lambda d: d["kernels"][name].update(colour=3))
+    broken(lambda d: d["kernels"][name].update(block_k=48))
+    broken(lambda d: d["kernels"][name].update(block_k=8))
+    broken(lambda d: d["kernels"][name].update(kind="split"))
+    broken(lambda d: d["kernels"][name].update(stages=5))
+    broken(lambda d: d["rows"][0].update(use="nothing"))
+    broken(lambda d: d["rows"][0].update(operation="conv"))
+    broken(lambda d: d["rows"].pop())
+    broken(lambda d: d["rows"][0].update(use="library"))
+
+
+def test_the_library_needs_a_certificate_of_this_environment():
+    claim = plans.Claim(operation="forward", n=8, k=16, m_min=33, m_max=8192)
+    here = {"device": "X", "torch": "2.11"}
+    own = plans.Plans.from_dict(
+        small() | {"certificates": [{"library": "l", "environment": here, "claims": [vars(claim)]}]},
+    )
+    assert own.certified(here, "forward", 8, 16, 33, False)
+    for environment, args in (
+        (here | {"torch": "2.12"}, ("forward", 8, 16, 64, False)),
+        (here, ("forward", 8, 16, 32, False)),
+        (here, ("forward", 8, 16, 8193, False)),
+        (here, ("forward", 16, 8, 64, False)),
+        (here, ("grad_input", 8, 16, 64, False)),
+        (here, ("forward", 8, 16, 64, True)),
+    ):
+        assert not own.certified(environment, *args)
+
+
+def test_names_spell_the_kernel():
+    for name in SHIPPED:
+        for key, spec in shipped(name)["kernels"].items():
+            assert plans.Kernel(**spec).name == key

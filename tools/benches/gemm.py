@@ -1,0 +1,181 @@
+"""Linear layers: the strict GEMM beside cuBLAS at its default and beside vLLM's batch-invariant mode.
+
+Peers run in the same process and the same minutes, in turn with the strict call. vLLM's batch-invariant mode on
+Hopper is cuBLASLt with split-K forbidden and a workspace of one unit, which is set through the environment: a child
+process times it.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from benches import data, shapes, timing
+
+LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
+GRADIENT_M = (1024, 4096, 8192)
+_BATCH_INVARIANT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """What is measured, most wanted first."""
+    for tp in (1, 4):
+        for name, (n, k, _) in shapes.layers("qwen3-8b", tp).items():
+            for m in shapes.M_LIST:
+                yield {"group": f"qwen3-8b tp{tp}", "layer": name, "op": "chain", "n": n, "k": k, "m": m, "leaves": 1}
+    for leaves in (2, 8):
+        for name in ("o", "down"):
+            n, k, _ = shapes.layers("qwen3-8b")[name]
+            for m in shapes.M_LIST:
+                case = {"group": "qwen3-8b tp1", "layer": name, "op": f"tree({leaves})", "n": n, "k": k, "m": m}
+                yield case | {"leaves": leaves}
+    for name, (n, k, _) in shapes.layers("qwen3-8b").items():
+        for op in ("dX", "dW"):
+            for m in GRADIENT_M:
+                yield {"group": "qwen3-8b tp1", "layer": name, "op": op, "n": n, "k": k, "m": m, "leaves": 1}
+    for model in ("qwen3-0.6b", "qwen3-32b"):
+        for name, (n, k, _) in shapes.layers(model).items():
+            for m in shapes.M_LIST[::2]:
+                yield {"group": f"{model} tp1", "layer": name, "op": "chain", "n": n, "k": k, "m": m, "leaves": 1}
+    for name, (n, k, _) in shapes.ODD.items():
+        for m in (1, 16, 100, 1000, 4096):
+            yield {"group": "odd", "layer": name, "op": "chain", "n": n, "k": k, "m": m, "leaves": 1}
+
+
+def _calls(case: dict[str, Any]) -> tuple[dict[str, Callable[[int], object]], int]:
+    n, k, m, leaves, op = (case[x] for x in ("n", "k", "m", "leaves", "op"))
+    rotate = timing.copies(2 * n * k)
+    weights = [data.matrix(n, k, "normal", i, scale=0.02) for i in range(rotate)]
+    x = data.matrix(m, k, "normal", 99)
+    calls: dict[str, Callable[[int], object]]
+    if op == "dX":
+        dy = data.matrix(m, n, "normal", 98)
+        calls = {
+            "cublas": lambda i: torch.mm(dy, weights[i]),
+            "strict": lambda i: _ops().grad_input(dy, weights[i], 1, 1, "gemm.column", torch.bfloat16),
+        }
+    elif op == "dW":
+        dy = data.matrix(m, n, "normal", 98)
+        calls = {
+            "cublas": lambda i: torch.mm(dy.t(), x, out_dtype=torch.float32),
+            "strict": lambda i: _ops().grad_weight(dy, x),
+        }
+    else:
+        calls = {
+            "cublas": lambda i: torch.mm(x, weights[i].t()),
+            "strict": lambda i: _ops().matmul(x, weights[i], None, leaves, torch.bfloat16),
+        }
+    return calls, rotate
+
+
+def _ops() -> Any:
+    from rl_gemm import ops
+
+    return ops
+
+
+def _plan(case: dict[str, Any], call: Callable[[int], object]) -> str:
+    from rl_contract import launches, reset_launches
+
+    reset_launches()
+    call(0)
+    return "; ".join(f"{r['kernel'].removeprefix('rl_gemm.')} {r['plan']}" for r in launches())
+
+
+def _measure(budget: float, only: str | None = None) -> list[dict[str, Any]]:
+    started, found = time.time(), []
+    for case in cases():
+        if time.time() - started > budget:
+            print(f"gemm: budget reached after {len(found)} cases", flush=True)
+            break
+        calls, rotate = _calls(case)
+        if only:
+            calls = {only: calls[only]}
+        else:
+            case = case | {"plan": _plan(case, calls["strict"])}
+        large = case["m"] * case["n"] * case["k"] > 2e12
+        times = timing.time_calls(calls, rotate=rotate, span_ms=1.0, rounds=5 if large else 9)
+        found.append(case | {"times": times})
+    return found
+
+
+def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and targets."""
+    measured = _measure(0.62 * budget)
+    here = Path(__file__).resolve().parent.parent
+    child = subprocess.run(
+        [sys.executable, "-m", "benches.gemm", str(0.3 * budget)],
+        cwd=here, env=os.environ | _BATCH_INVARIANT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    invariant = {}
+    if child.returncode == 0:
+        for case in json.loads(child.stdout.splitlines()[-1]):
+            invariant[_key(case)] = case["times"]["cublas"]
+    else:
+        print("gemm: the batch-invariant peer failed:", child.stderr[-500:], flush=True)
+    rows = []
+    for case in measured:
+        strict = case["times"]["strict"]
+        head = {
+            "case": f"{case['group']} {case['layer']} {case['op']} M={case['m']}",
+            "shape": [case["m"], case["n"], case["k"]],
+            "op": case["op"],
+            "layer": case["layer"],
+            "group": case["group"],
+            "plan": case["plan"],
+            "strict_us": round(strict, 2),
+        }
+        peers = {"cublas": case["times"]["cublas"], "vllm batch-invariant": invariant.get(_key(case))}
+        for peer, us in peers.items():
+            if us is not None:
+                rows.append(head | {"peer": peer, "peer_us": round(us, 2), "ratio": round(us / strict, 3)})
+    return rows, summary(rows)
+
+
+def _key(case: dict[str, Any]) -> str:
+    return f"{case['group']} {case['layer']} {case['op']} {case['m']}"
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(math.exp(sum(map(math.log, values)) / len(values)), 3) if values else None
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means of the ratios over the five layers of Qwen3-8B on one rank, and the worst cell."""
+    ours = [r for r in rows if r["peer"] == "cublas" and r["group"] == "qwen3-8b tp1"]
+    chain = [r for r in ours if r["op"] == "chain"]
+
+    def mean(op: str, keep: Callable[[int], bool]) -> float | None:
+        return _mean([r["ratio"] for r in ours if r["op"] == op and keep(r["shape"][0])])
+
+    return {
+        "chain M>=64, geo-mean >= 0.99": mean("chain", lambda m: m >= 64),
+        "chain M<=32, geo-mean >= 1.00": mean("chain", lambda m: m <= 32),
+        "chain worst cell >= 0.90": min((r["ratio"] for r in chain), default=None),
+        "tree(2) M>=2048 >= 0.92": mean("tree(2)", lambda m: m >= 2048),
+        "tree(2) M<=64 >= 0.92": mean("tree(2)", lambda m: m <= 64),
+        "tree(8) M>=2048 >= 0.85": mean("tree(8)", lambda m: m >= 2048),
+        "tree(8) M<=64 >= 0.95": mean("tree(8)", lambda m: m <= 64),
+        "dX >= 0.97": mean("dX", lambda m: True),
+        "dW >= 0.97": mean("dW", lambda m: True),
+        "chain against vllm batch-invariant, M<=32": _mean(
+            [
+                r["ratio"]
+                for r in rows
+                if r["peer"] != "cublas" and r["group"] == "qwen3-8b tp1" and r["op"] == "chain" and r["shape"][0] <= 32
+            ]
+        ),
+    }
+
+
+if __name__ == "__main__":
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    print(json.dumps(_measure(float(sys.argv[1]), only="cublas")))
