@@ -87,6 +87,7 @@ def trees(m: int) -> list[Kernel]:
     large = [
         _k("hopper", 128, 128, 64, 8, 5),
         _k("hopper", 128, 128, 64, 8, 4),
+        _k("hopper", 128, 128, 64, 8, 6),
         _k("hopper", 128, 128, 64, 8, 5, group_m=16),
         _k("tree", 128, 256, 64, 8, 3, slices=4),
         _k("tree", 128, 128, 64, 4, 3, slices=4, per_sm=2),

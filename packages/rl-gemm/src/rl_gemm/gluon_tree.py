@@ -32,81 +32,70 @@ def _tile_origin(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(
-    a_desc, b_desc, a_ring, b_ring, full, issued, total, tiles_m, tiles_n, K, leaf_k, leaf_steps,
+def _k_of(leaf, within, leaf_k, K, FUSED: gl.constexpr):
+    """Index in K of a leaf's element; with FUSED=2 a leaf is its part of the first half, then of the second."""
+    if FUSED == 1:
+        return leaf * leaf_k + within
+    half = leaf_k // 2
+    return gl.where(within < half, leaf * half + within, K // 2 + leaf * half + (within - half))
+
+
+@gluon.jit
+def _load_tiles(
+    a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K,
     GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Start the loads of global step ``issued`` of this program; past the last step nothing happens."""
-    slot = issued % STAGES
-    steps = leaf_steps * LEAVES
-    tile = gl.program_id(0) + (issued // steps) * gl.num_programs(0)
-    tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
-    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-    step = issued % steps
-    if FUSED == 1:
-        k = step * BLOCK_K
-    else:
-        within = (step % leaf_steps) * BLOCK_K
-        half = leaf_k // 2
-        leaf = step // leaf_steps
-        k = gl.where(within < half, leaf * half + within, K // 2 + leaf * half + (within - half))
-    more = issued < total
-    bar = full.index(slot)
-    mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=more)
-    if A_T:
-        tma.async_copy_global_to_shared(a_desc, [k, row], bar, a_ring.index(slot), pred=more)
-    else:
-        tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_ring.index(slot), pred=more)
-    if B_T:
-        tma.async_copy_global_to_shared(b_desc, [k, column], bar, b_ring.index(slot), pred=more)
-    else:
-        tma.async_copy_global_to_shared(b_desc, [column, k], bar, b_ring.index(slot), pred=more)
-    return issued + 1
-
-
-@gluon.jit(do_not_specialize=["M"])
-def gemm_tree_kernel(
-    a_desc, b_desc, out, bias, M, N, K, stride_om,
-    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-    HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    LEVELS: gl.constexpr = 1 if LEAVES == 2 else (2 if LEAVES == 4 else 3)
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stash_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    if LEVELS > 2:
-        stash = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], stash_layout)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
-
+    """The loading warp: every step of every tile of this program, as far ahead as the ring allows."""
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
-    tiles = tiles_m * tiles_n
     leaf_k = K // LEAVES
     leaf_steps = leaf_k // BLOCK_K
-    mine = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
-    total = mine * leaf_steps * LEAVES
-    issued = 0
-    for _stage in gl.static_range(STAGES - 1):
-        issued = _fetch(
-            a_desc, b_desc, a_ring, b_ring, full, issued, total, tiles_m, tiles_n, K, leaf_k, leaf_steps,
-            GROUP_M, LEAVES, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    done = 0
-    for t in range(mine):
+    slot = 0
+    # the first round through the ring finds every slot empty
+    phase = 1
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        for leaf in range(LEAVES):
+            for step in range(leaf_steps):
+                k = _k_of(leaf, step * BLOCK_K, leaf_k, K, FUSED)
+                mbarrier.wait(empty.index(slot), phase)
+                bar = full.index(slot)
+                mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+                if A_T:
+                    tma.async_copy_global_to_shared(a_desc, [k, row], bar, a_ring.index(slot))
+                else:
+                    tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_ring.index(slot))
+                if B_T:
+                    tma.async_copy_global_to_shared(b_desc, [k, column], bar, b_ring.index(slot))
+                else:
+                    tma.async_copy_global_to_shared(b_desc, [column, k], bar, b_ring.index(slot))
+                slot += 1
+                if slot == STAGES:
+                    slot = 0
+                    phase = phase ^ 1
+
+
+@gluon.jit
+def _multiply_tiles(
+    a_ring, b_ring, full, empty, stash, out, bias, M, N, K, stride_om,
+    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, HAS_BIAS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    leaf_steps = K // LEAVES // BLOCK_K
+    slot, phase, before, started = 0, 0, 0, False
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         held0 = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
         held1 = held0
         root = held0
         for leaf in gl.static_range(LEAVES):
             acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
             for _step in range(leaf_steps):
-                slot = done % STAGES
-                mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+                mbarrier.wait(full.index(slot), phase)
                 if A_T:
                     a_tile = a_ring.index(slot).permute((1, 0))
                 else:
@@ -116,39 +105,70 @@ def gemm_tree_kernel(
                 else:
                     b_tile = b_ring.index(slot).permute((1, 0))
                 acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
-                # the step before has been read by now, so its slot takes the next load
+                # the step before is complete here, so its slot may take the next load
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                issued = _fetch(
-                    a_desc, b_desc, a_ring, b_ring, full, issued, total, tiles_m, tiles_n, K, leaf_k, leaf_steps,
-                    GROUP_M, LEAVES, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                done += 1
+                mbarrier.arrive(empty.index(before), count=1, pred=started)
+                started = True
+                before = slot
+                slot += 1
+                if slot == STAGES:
+                    slot = 0
+                    phase = phase ^ 1
             node = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            # a binary counter: digit 0 and 1 are held in registers, digit 2 in shared memory
+            # a binary counter: its digits 0 and 1 are held in registers, digit 2 in shared memory
             if leaf % 2 == 0:
                 held0 = node
             else:
                 node = held0 + node
-                if LEVELS > 1:
+                if LEAVES > 2:
                     if leaf % 4 == 1:
                         held1 = node
                     else:
                         node = held1 + node
-                        if LEVELS > 2:
+                        if LEAVES > 4:
                             if leaf % 8 == 3:
                                 stash.store(node)
                             else:
                                 node = stash.load(acc_layout) + node
             root = node
-        tile_m, tile_n = _tile_origin(gl.program_id(0) + t * gl.num_programs(0), tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
         rows = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout))
         columns = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc_layout))
         if HAS_BIAS:
             root = root + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
         ptrs = out + rows.to(gl.int64)[:, None] * stride_om + columns[None, :]
         gl.store(ptrs, root.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+@gluon.jit(do_not_specialize=["M"])
+def gemm_tree_kernel(
+    a_desc, b_desc, out, bias, M, N, K, stride_om,
+    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+    HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Persistent: one warp loads, WARPS warps multiply."""
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stash_rows: gl.constexpr = BLOCK_M if LEAVES > 4 else 8
+    stash_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    stash = gl.allocate_shared_memory(gl.float32, [stash_rows, BLOCK_N], stash_layout)
     for i in gl.static_range(STAGES):
-        mbarrier.invalidate(full.index(i))
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (a_ring, b_ring, full, empty, stash, out, bias, M, N, K, stride_om,
+                               GROUP_M, LEAVES, A_T, B_T, HAS_BIAS, STAGES, BLOCK_M, BLOCK_N, BLOCK_K, WARPS)),
+            (_load_tiles, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K,
+                           GROUP_M, LEAVES, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
 
 
 def _descriptor(x: Tensor, transposed: bool, block_row: int) -> TensorDescriptor:

@@ -42,7 +42,7 @@ def _decode(bits, significand, exponent, finite):
             if e > 0:
                 s += 128
             significand[i, k] = -s if u >> 15 else s
-            exponent[i, k] = max(e, 1) - 127
+            exponent[i, k] = (e if e > 0 else 1) - 127
 
 
 @kernel
@@ -165,7 +165,7 @@ def chain(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> list[Tensor]
         begin, end = leaf * k // leaves, (leaf + 1) * k // leaves
         out = np.zeros((a.shape[0], b.shape[0]), np.uint32)
         for_ranges(
-            lambda first, last, begin=begin, end=end, out=out: _chains(*sides, finite, begin, end, out, first, last),
+            partial(_chains, *sides, finite, begin, end, out),
             a.shape[0],
             8.0 * a.shape[0] * b.shape[0] * (end - begin),
         )

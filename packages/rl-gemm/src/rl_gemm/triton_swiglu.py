@@ -64,7 +64,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _block(width: int) -> int:
-    return min(2048, max(128, triton.next_power_of_2(width)))
+    return min(4096, max(128, triton.next_power_of_2(width)))
 
 
 def forward(gate_up: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def forward(gate_up: Tensor) -> Tensor:
     if out.numel():
         block = _block(f)
         swiglu_fwd_kernel[(m, triton.cdiv(f, block))](
-            gate_up, out, f, gate_up.stride(0), BLOCK=block, num_warps=block // 256 or 1, enable_fp_fusion=False
+            gate_up, out, f, gate_up.stride(0), BLOCK=block, num_warps=max(1, block // 512), enable_fp_fusion=False
         )
     return out
 
@@ -88,7 +88,7 @@ def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     if out.numel():
         block = _block(f)
         swiglu_bwd_kernel[(m, triton.cdiv(f, block))](
-            dy, gate_up, out, f, dy.stride(0), gate_up.stride(0), BLOCK=block, num_warps=block // 256 or 1,
+            dy, gate_up, out, f, dy.stride(0), gate_up.stride(0), BLOCK=block, num_warps=max(1, block // 512),
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

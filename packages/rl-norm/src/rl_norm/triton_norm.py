@@ -52,27 +52,11 @@ def rsqrt_f32(x):
 
 
 @triton.jit
-def _stream_chunk(
-    x,
-    residual,
-    stream,
-    row,
-    h,
-    mask,
-    stride_x,
-    stride_residual,
-    H: tl.constexpr,
-    ADD: tl.constexpr,
-    WRITE: tl.constexpr,
-):
-    """One chunk of the norm's input in the model's type; with ADD the rounded sum, which WRITE also stores."""
-    v = tl.load(x + row * stride_x + h, mask=mask, other=0.0)
+def _stream(x, residual, TYPE: tl.constexpr, ADD: tl.constexpr):
+    """The norm's input in the model's type: x, or the rounded sum of x and residual."""
     if ADD:
-        r = tl.load(residual + row * stride_residual + h, mask=mask, other=0.0)
-        v = (v.to(tl.float32) + r.to(tl.float32)).to(x.dtype.element_ty)
-        if WRITE:
-            tl.store(stream + row * H + h, v, mask=mask)
-    return v
+        return (x.to(tl.float32) + residual.to(tl.float32)).to(TYPE)
+    return x
 
 
 @triton.jit
@@ -81,8 +65,16 @@ def _scaled_chunk(v, w, y, scale, row, h, mask, H: tl.constexpr):
 
 
 @triton.jit
+def _mean(lanes, H: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The joined lanes over H by IEEE division; for a power of two the product with 1/H is the same, and quick."""
+    if H & (H - 1) == 0:
+        return _join_lanes(lanes, ROWS, LANES) * (1.0 / H)
+    return tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0)
+
+
+@triton.jit
 def _rstd(lanes, eps, H: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    return rsqrt_f32(tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0) + eps)
+    return rsqrt_f32(_mean(lanes, H, ROWS, LANES) + eps)
 
 
 @triton.jit
@@ -92,34 +84,51 @@ def rms_norm_fwd_kernel(
 ):  # fmt: skip
     """KEEP: the row stays in registers between the two passes; otherwise the second one reads it again."""
     CHUNKS: tl.constexpr = (H + LANES - 1) // LANES
+    TYPE: tl.constexpr = y.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     at, row = tl.arange(0, LANES)[None, :], rows[:, None]
     inside = row < M
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     if KEEP:
-        kept, weights = (), ()
+        # all loads come before the first store, so that none waits for another
+        xs, others, weights = (), (), ()
         for i in tl.static_range(CHUNKS):
             h = i * LANES + at
-            # read early, so that its latency hides behind the row's
+            mask = (h < H) & inside
+            xs = xs + (tl.load(x + row * stride_x + h, mask=mask, other=0.0),)  # type: ignore[assignment]
+            if ADD:
+                other = tl.load(residual + row * stride_residual + h, mask=mask, other=0.0)
+                others = others + (other,)  # type: ignore[assignment]
             weights = weights + (tl.load(weight + h, mask=h < H, other=0.0),)  # type: ignore[assignment]
-            v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, True)
+        kept = ()
+        for i in tl.static_range(CHUNKS):
+            v = _stream(xs[i], others[i] if ADD else xs[i], TYPE, ADD)
             kept = kept + (v,)  # type: ignore[assignment]
             lanes = lanes + v.to(tl.float32) * v.to(tl.float32)
         scale = _rstd(lanes, eps, H, ROWS, LANES)
         for i in tl.static_range(CHUNKS):
             h = i * LANES + at
-            _scaled_chunk(kept[i], weights[i], y, scale[:, None], row, h, (h < H) & inside, H)
+            mask = (h < H) & inside
+            if ADD:
+                tl.store(stream + row * H + h, kept[i], mask=mask)
+            _scaled_chunk(kept[i], weights[i], y, scale[:, None], row, h, mask, H)
     else:
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
-            v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, True)
+            mask = (h < H) & inside
+            v = tl.load(x + row * stride_x + h, mask=mask, other=0.0)
+            if ADD:
+                v = _stream(v, tl.load(residual + row * stride_residual + h, mask=mask, other=0.0), TYPE, ADD)
+                tl.store(stream + row * H + h, v, mask=mask)
             lanes = lanes + v.to(tl.float32) * v.to(tl.float32)
         scale = _rstd(lanes, eps, H, ROWS, LANES)
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
-            v = _stream_chunk(x, residual, stream, row, h, (h < H) & inside, stride_x, stride_residual, H, ADD, False)
-            w = tl.load(weight + h, mask=h < H, other=0.0)
-            _scaled_chunk(v, w, y, scale[:, None], row, h, (h < H) & inside, H)
+            mask = (h < H) & inside
+            v = tl.load(x + row * stride_x + h, mask=mask, other=0.0)
+            if ADD:
+                v = _stream(v, tl.load(residual + row * stride_residual + h, mask=mask, other=0.0), TYPE, ADD)
+            _scaled_chunk(v, tl.load(weight + h, mask=h < H, other=0.0), y, scale[:, None], row, h, mask, H)
     tl.store(rstd + rows, scale, mask=rows < M)
 
 
@@ -158,7 +167,7 @@ def rms_norm_bwd_kernel(
             g, xhat = _product_chunk(dy, stream, weight, scale, row, h, (h < H) & inside, stride_dy, H)
             kept_g, kept_xhat = kept_g + (g,), kept_xhat + (xhat,)  # type: ignore[assignment]
             lanes = lanes + g * xhat
-        c = tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0)[:, None]
+        c = _mean(lanes, H, ROWS, LANES)[:, None]
         for i in tl.static_range(CHUNKS):
             h = i * LANES + at
             _gradient_chunk(
@@ -169,7 +178,7 @@ def rms_norm_bwd_kernel(
             h = i * LANES + at
             g, xhat = _product_chunk(dy, stream, weight, scale, row, h, (h < H) & inside, stride_dy, H)
             lanes = lanes + g * xhat
-        c = tl.div_rn(_join_lanes(lanes, ROWS, LANES), H * 1.0)[:, None]
+        c = _mean(lanes, H, ROWS, LANES)[:, None]
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
             g, xhat = _product_chunk(dy, stream, weight, scale, row, h, (h < H) & inside, stride_dy, H)
