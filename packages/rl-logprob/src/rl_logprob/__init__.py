@@ -1,5 +1,6 @@
 """Linear log-probability over a sharded vocabulary, with mismatch metrics."""
 
+from rl_logprob import ops_gpu  # noqa: F401  registers the GPU kernels
 from rl_logprob.checks import padded_vocab_size
 from rl_logprob.linear import linear_logprob
 from rl_logprob.metrics import as_logprobs, rollout_metrics

@@ -40,14 +40,20 @@ def check_logits(logits: Tensor, vocab_size: int) -> None:
 
 
 def check_device(x: Tensor) -> None:
-    if x.device.type != "cpu":
-        raise MissingSupport(f"rl_logprob got a tensor on {x.device}; supported: cpu; move it there")
+    if x.device.type not in ("cpu", "cuda"):
+        raise MissingSupport(f"rl_logprob got a tensor on {x.device}; supported: cpu, cuda; move it there")
 
 
 def check_targets(targets: Tensor, rows: int, vocab_size: int) -> None:
-    """int64 [rows], every id in 0..vocab_size-1."""
+    """int64 or int32 [rows]; on the CPU also every id in 0..vocab_size-1: on a GPU a bad one makes its row NaN."""
     if targets.shape != (rows,) or targets.dtype not in (torch.int64, torch.int32):
         raise ContractError(f"targets are {targets.dtype} {tuple(targets.shape)}; needs int64 or int32 [{rows}]")
+    if targets.device.type == "cpu":
+        refuse_targets(targets, vocab_size)
+
+
+def refuse_targets(targets: Tensor, vocab_size: int) -> None:
+    """Raise if an id is outside 0..vocab_size-1."""
     bad = (targets < 0) | (targets >= vocab_size)
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
@@ -57,19 +63,31 @@ def check_targets(targets: Tensor, rows: int, vocab_size: int) -> None:
         )
 
 
-def row_temperature(temperature: float | Tensor, rows: int) -> Tensor:
-    """fp32 [rows], every value positive and finite."""
+def row_temperature(temperature: float | Tensor, rows: int, device: torch.device | None = None) -> Tensor:
+    """fp32 [rows], every value positive and finite; on a GPU empty for the number 1, and a tensor there is not looked
+    at.
+    """
+    gpu = device is not None and device.type == "cuda"
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if temperature.shape != (rows,) or temperature.dtype != torch.float32:
             raise ContractError(
                 f"temperature is {temperature.dtype} {tuple(temperature.shape)}; needs a number or float32 [{rows}]"
             )
-        value = temperature.contiguous()
-    else:
-        value = torch.full((rows,), float(temperature), dtype=torch.float32)
-        if rows == 0:
-            # an empty batch still refuses a meaningless temperature
-            row_temperature(temperature, 1)
+        if temperature.is_cuda:
+            return temperature.contiguous()
+        refuse_temperature(temperature)
+        return temperature.contiguous().to(device) if gpu else temperature.contiguous()
+    # an empty batch still refuses a meaningless temperature
+    one = torch.full((1,), float(temperature), dtype=torch.float32)
+    refuse_temperature(one)
+    if gpu:
+        number = float(one)
+        return torch.full((0 if number == 1.0 else rows,), number, dtype=torch.float32, device=device)
+    return one.expand(rows).contiguous()
+
+
+def refuse_temperature(value: Tensor) -> None:
+    """Raise if a temperature is not positive and finite."""
     bad = ~((value > 0) & torch.isfinite(value))
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
@@ -77,7 +95,6 @@ def row_temperature(temperature: float | Tensor, rows: int) -> Tensor:
             f"temperature {float(value[row])} in row {row}; supported: positive and finite; "
             "score greedy tokens at temperature 1, which is also what the trainer must use then"
         )
-    return value
 
 
 def refuse_nonfinite(state: Tensor) -> None:
@@ -89,3 +106,15 @@ def refuse_nonfinite(state: Tensor) -> None:
             f"logits of row {row} hold a NaN, +inf or no finite value ({int(bad.sum())} such rows); "
             "a log-probability is defined for finite logits only; look for the first nonfinite activation or weight"
         )
+
+
+def refuse_rows(logp: Tensor, state: Tensor, targets: Tensor, temperature: Tensor, vocab_size: int) -> None:
+    """On a GPU: one look at the result, the only wait for the device, and the causes only if a row is NaN.
+
+    Inside a graph capture nothing can be looked at: such rows stay NaN.
+    """
+    if torch.cuda.is_current_stream_capturing() or not bool(torch.isnan(logp).any()):
+        return
+    refuse_targets(targets, vocab_size)
+    refuse_temperature(temperature)
+    refuse_nonfinite(state)

@@ -11,8 +11,16 @@ from torch import Tensor
 import rl_gemm
 import rl_gemm.ops
 from rl_contract import Communicator, ContractError, SingleRank
-from rl_logprob import ops
-from rl_logprob.checks import check_device, check_targets, check_vocab, refuse_nonfinite, row_temperature
+from rl_logprob import gpu, linear_gpu, ops
+from rl_logprob.checks import (
+    check_device,
+    check_targets,
+    check_vocab,
+    refuse_nonfinite,
+    refuse_rows,
+    row_temperature,
+)
+from rl_logprob.scores import Nonfinite
 
 # fp32 logits held at once; at least one vocabulary tile
 CHUNK_ELEMENTS = 1 << 22
@@ -30,6 +38,7 @@ def linear_logprob(
     comm: Communicator | None = None,
     leaves: int = 1,
     return_entropy: Literal[False] = False,
+    nonfinite: Nonfinite = "raise",
 ) -> Tensor: ...
 @overload
 def linear_logprob(
@@ -43,6 +52,7 @@ def linear_logprob(
     comm: Communicator | None = None,
     leaves: int = 1,
     return_entropy: Literal[True],
+    nonfinite: Nonfinite = "raise",
 ) -> tuple[Tensor, Tensor]: ...
 def linear_logprob(
     hidden: Tensor,
@@ -55,6 +65,7 @@ def linear_logprob(
     comm: Communicator | None = None,
     leaves: int = 1,
     return_entropy: bool = False,
+    nonfinite: Nonfinite = "raise",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``log softmax(hidden @ weight.T / temperature)[target]``, the bits of ``selected_logprob`` at every world size.
 
@@ -68,6 +79,8 @@ def linear_logprob(
         comm: the t ranks that share the vocabulary; ``None`` is a world of one.
         leaves: G of the tree over the padded vocabulary in hidden's gradient; a power of two, a multiple of t.
         return_entropy: also return the entropy of each row, in nats.
+        nonfinite: ``"raise"``, which on a GPU waits for the device once, or ``"nan"``, which never does: a row that
+            is not finite, or whose target or temperature lie on the GPU and are out of range, gets NaN.
 
     Returns:
         fp32 [T], nats; or (that, entropy fp32 [T]). Gradients flow from both to hidden and weight. That of weight is
@@ -82,10 +95,15 @@ def linear_logprob(
     check_vocab(vocab_size, vocab_tile)
     _check(hidden, weight, vocab_size, vocab_tile, comm.world_size, leaves)
     check_targets(targets, len(hidden), vocab_size)
-    temp = row_temperature(temperature, len(hidden))
-    targets = targets.to(torch.int64)
+    if nonfinite not in ("raise", "nan"):
+        raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
+    if hidden.is_cuda:
+        gpu.check(hidden, weight, vocab_tile)
+    temp = row_temperature(temperature, len(hidden), hidden.device)
+    targets = targets.to(hidden.device, torch.int64)
+    strict = nonfinite == "raise"
     logp, entropy = _LinearLogprob.apply(
-        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy
+        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict
     )
     return (logp, entropy) if return_entropy else logp
 
@@ -126,18 +144,28 @@ class _LinearLogprob(torch.autograd.Function):
         vocab_tile: int,
         leaves: int,
         with_entropy: bool,
+        strict: bool,
     ) -> tuple[Tensor, Tensor]:
-        m, s, u, x = _local_stats(hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy)
-        m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm)
-        state = ops.merge_tiles(m, s, u)
-        refuse_nonfinite(state)
+        if hidden.is_cuda:
+            x, state = linear_gpu.forward(hidden, weight, targets, temperature, comm, vocab_size, with_entropy)
+        else:
+            m, s, u, x = _local_stats(
+                hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy
+            )
+            m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm)
+            state = ops.merge_tiles(m, s, u)
+            if strict:
+                refuse_nonfinite(state)
+        logp = ops.selected(x, state)
+        if hidden.is_cuda and strict:
+            refuse_rows(logp, state, targets, temperature, vocab_size)
         ctx.save_for_backward(hidden, weight, targets, temperature, state)
         ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves = comm, vocab_size, vocab_tile, leaves
         entropy = state[:, 2].float()
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.with_entropy = with_entropy
-        return ops.selected(x, state), entropy
+        return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, dlogp: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -146,6 +174,13 @@ class _LinearLogprob(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if not ctx.with_entropy:
             dentropy = dlogp.new_empty(0)
+        if hidden.is_cuda:
+            grads = linear_gpu.backward(
+                hidden, weight, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous(), comm,
+                ctx.vocab_size,
+                ctx.leaves, needs_hidden, needs_weight,
+            )  # fmt: skip
+            return *grads, *[None] * 8
         rows = weight.shape[0]
         real = _real_rows(rows, comm.rank, ctx.vocab_size)
         leaf_rows = rows * comm.world_size // ctx.leaves
@@ -174,7 +209,7 @@ class _LinearLogprob(torch.autograd.Function):
             roots.append(root)
         dhidden = comm.all_reduce(_tree(roots), out_dtype=hidden.dtype) if needs_hidden else None
         dweight = sink.result() if sink is not None else None
-        return dhidden, dweight, None, None, None, None, None, None, None
+        return dhidden, dweight, *[None] * 8
 
 
 class _WeightGradient:

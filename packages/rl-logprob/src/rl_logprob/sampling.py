@@ -77,7 +77,7 @@ def _gumbel(logits, seeds, positions, temperature, vocab_size, greedy, out, firs
 
 
 @torch.library.custom_op("rl_logprob::gumbel_sample", mutates_args=(), device_types="cpu")
-def _sample_op(
+def sample_op(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool
 ) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int64)
@@ -88,7 +88,7 @@ def _sample_op(
     return out
 
 
-@_sample_op.register_fake
+@sample_op.register_fake
 def _(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
@@ -102,7 +102,12 @@ def _sample(
     for name, x in (("seeds", seeds), ("positions", positions)):
         if x.shape != (rows,) or x.dtype != torch.int64:
             raise ContractError(f"{name} are {x.dtype} {tuple(x.shape)}; needs int64 [{rows}]")
-    out = _sample_op(logits, seeds, positions, row_temperature(temperature, rows), vocab_size, greedy)
+    seeds, positions = seeds.to(logits.device), positions.to(logits.device)
+    temp = row_temperature(temperature, rows, logits.device)
+    out = sample_op(logits, seeds, positions, temp, vocab_size, greedy)
+    if out.is_cuda and torch.cuda.is_current_stream_capturing():
+        # nothing can be looked at here: such a row stays -1, which is no id
+        return out
     bad = out < 0
     if bool(bad.any()):
         raise ContractError(
@@ -134,7 +139,7 @@ def gumbel_sample(
 
 def greedy_sample(logits: Tensor, *, vocab_size: int) -> Tensor:
     """The id of the largest logit of each row, the lowest at a tie; int64 [T]. Errors as in ``gumbel_sample``."""
-    zeros = torch.zeros(len(logits), dtype=torch.int64)
+    zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     return _sample(logits, zeros, zeros, vocab_size, 1.0, greedy=True)
 
 

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from rl_contract import ContractError
 from rl_logprob import ops
-from rl_logprob.checks import check_logits, check_targets, check_vocab, refuse_nonfinite, row_temperature
+from rl_logprob.checks import (
+    check_logits,
+    check_targets,
+    check_vocab,
+    refuse_nonfinite,
+    refuse_rows,
+    row_temperature,
+)
 
 Nonfinite = Literal["raise", "nan"]
 
@@ -20,12 +27,20 @@ def _state(
     check_logits(logits, vocab_size)
     if nonfinite not in ("raise", "nan"):
         raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
-    temp = row_temperature(temperature, len(logits))
-    logits = logits.detach().contiguous()
+    temp = row_temperature(temperature, len(logits), logits.device)
+    logits = logits.detach() if logits.is_cuda else logits.detach().contiguous()
     state = ops.merge_tiles(*ops.tile_stats(logits, temp, 0, vocab_size, vocab_tile, entropy))
     if nonfinite == "raise":
-        refuse_nonfinite(state)
+        _refuse(state, temp)
     return logits, temp, state
+
+
+def _refuse(state: Tensor, temperature: Tensor) -> None:
+    if state.is_cuda:
+        nothing = torch.empty(0, dtype=torch.int64)
+        refuse_rows(state[:, 0], state, nothing, temperature, 1)
+    else:
+        refuse_nonfinite(state)
 
 
 @overload
@@ -77,11 +92,26 @@ def selected_logprob(
         ContractError: types, shapes, a target or a temperature out of range, or a nonfinite row.
         MissingSupport: a device without kernels.
     """
-    logits, temp, state = _state(logits, vocab_size, temperature, vocab_tile, return_entropy, nonfinite)
+    # a GPU is looked at once, when everything is under way
+    early: Nonfinite = "nan" if logits.is_cuda else nonfinite
+    logits, temp, state = _state(logits, vocab_size, temperature, vocab_tile, return_entropy, early)
+    if nonfinite not in ("raise", "nan"):
+        raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
     check_targets(targets, len(logits), vocab_size)
-    x = logits.gather(1, targets.to(torch.int64)[:, None])[:, 0] / temp
-    logp = ops.selected(x, state)
+    targets = targets.to(logits.device, torch.int64)
+    x = _target_logits(logits, targets, vocab_size)
+    logp = ops.selected(x / temp if temp.numel() else x, state)
+    if logits.is_cuda and nonfinite == "raise":
+        refuse_rows(logp, state, targets, temp, vocab_size)
     return (logp, state[:, 2].float()) if return_entropy else logp
+
+
+def _target_logits(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """logits fp32 [T] of the targets; NaN on a GPU for one outside the vocabulary."""
+    if not logits.is_cuda:
+        return logits.gather(1, targets[:, None])[:, 0]
+    x = logits.gather(1, targets.clamp(0, vocab_size - 1)[:, None])[:, 0]
+    return torch.where((targets >= 0) & (targets < vocab_size), x, torch.nan)
 
 
 def full_logprob(

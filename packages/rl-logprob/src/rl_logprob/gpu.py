@@ -1,0 +1,270 @@
+"""The head on a GPU: statistics and gradients of a shard in bounded memory. Nothing here looks at a device value.
+
+Order and rounding are those of ``triton_head`` and ``triton_scores``. Whether logits stay in registers or lie in memory
+for a chunk of ids, and how many tokens go through at once, never shows in the bits.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rl_gemm
+import rl_gemm.ops
+from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_logprob import plans
+from rl_logprob.contract import GPU_ARCHS, GPU_GRAD_BLOCK, GPU_TILE
+
+# fp32 logits in memory at once, where they are: 128 MiB
+CHUNK_ELEMENTS = 1 << 25
+# bytes of statistics in memory at once: they are merged into a row's state for as many tokens at a time as fit
+STATS_BYTES = 192 << 20
+
+
+@cache
+def kernels() -> Any:
+    """The Triton modules, as attributes ``head``, ``scores``, ``sample``.
+
+    Raises:
+        MissingSupport: Triton is not installed.
+    """
+    try:
+        from rl_logprob import triton_head, triton_sample, triton_scores
+    except ImportError as error:
+        raise MissingSupport(
+            f"rl_logprob on a GPU needs Triton ({error}); install a PyTorch build with Triton"
+        ) from error
+
+    class Kernels:
+        head, scores, sample = triton_head, triton_scores, triton_sample
+
+    return Kernels
+
+
+@cache
+def arch(device_index: int) -> str:
+    """Name of the device's contracts: ``sm90``, ``gfx942``, ``gfx950``.
+
+    Raises:
+        MissingSupport: any other device.
+    """
+    properties = torch.cuda.get_device_properties(device_index)
+    hip = torch.version.hip is not None
+    name = properties.gcnArchName.split(":")[0] if hip else f"sm{properties.major}{properties.minor}"
+    if name not in GPU_ARCHS:
+        raise MissingSupport(f"rl_logprob got a {properties.name} ({name}); supported GPUs: {GPU_ARCHS}")
+    return name
+
+
+@cache
+def _processors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def record(kernel: str, plan: str = "-") -> None:
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    record_launch(Launch("logprob", f"rl_logprob.{kernel}", plan, phase="capture" if capturing else "eager"))
+
+
+def ready(x: Tensor) -> Any:
+    """The kernels, for a device that has a contract."""
+    arch(x.device.index or 0)
+    return kernels()
+
+
+def check(hidden: Tensor, weight: Tensor, vocab_tile: int) -> None:
+    """What the head asks beyond ``linear_logprob``'s own checks.
+
+    Raises:
+        ContractError: a type other than bf16, tensors on two devices, or a vocabulary tile that does not hold whole
+        tiles. MissingSupport: a device without kernels.
+    """
+    name = arch(hidden.device.index or 0)
+    if hidden.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        raise ContractError(
+            f"linear_logprob on {name} got {hidden.dtype} and {weight.dtype}; supported: bfloat16; convert the model"
+        )
+    if hidden.device != weight.device:
+        raise ContractError(f"linear_logprob got tensors on {hidden.device} and {weight.device}; needs one device")
+    check_tile(vocab_tile)
+
+
+def check_tile(vocab_tile: int) -> None:
+    if vocab_tile % GPU_TILE:
+        raise ContractError(
+            f"vocab_tile={vocab_tile} on a GPU; supported: multiples of {GPU_TILE}, whose tiles are summed; use 512"
+        )
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _copy_engine_may(*tensors: Tensor) -> bool:
+    return torch.version.hip is None and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in tensors)
+
+
+def _choose(operation: str, hidden: Tensor, weight: Tensor) -> tuple[str, plans.Kernel | None]:
+    own = plans.current(arch(hidden.device.index or 0))
+    name = own.choose(operation, len(hidden), hidden.shape[1], _copy_engine_may(hidden, weight))
+    return f"{own.arch}:{name}", own.kernels.get(name)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for begin in range(0, length, step):
+        yield slice(begin, min(begin + step, length))
+
+
+def stats_rows(tiles: int, entropy: bool) -> int:
+    """How many tokens' statistics fit in the room for them."""
+    return max(128, STATS_BYTES // (tiles * (20 if entropy else 12)) // 128 * 128)
+
+
+def stats(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, real: int, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """m fp32, s and u int64 [tiles, T] of the first ``real`` ids of this shard; whole tiles of padding are left out."""
+    k = ready(hidden)
+    hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)[:real]
+    found = k.scores.new_stats(len(hidden), -(-real // GPU_TILE), entropy, hidden.device)
+    if not found[0].numel():
+        return found
+    name, kernel = _choose("stats", hidden, weight)
+    if kernel is not None:
+        k.head.launch(kernel, hidden, weight, temperature, 0, _processors(hidden.device.index or 0), stats=found)
+        record("triton_head.stats", name)
+        return found
+    for part in _slices(real, max(1, CHUNK_ELEMENTS // len(hidden) // 4096) * 4096):
+        logits = rl_gemm.linear(hidden, weight[part], out_dtype=torch.float32)
+        k.scores.tile_stats(logits, temperature, logits.shape[1], found, part.start // GPU_TILE)
+        del logits
+    record("triton_scores.tile_stats", name)
+    return found
+
+
+def target_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int, real: int
+) -> Tensor:
+    """x fp32 [T] of the targets this shard holds, 0 elsewhere."""
+    k = ready(hidden)
+    if not len(hidden) or not real:
+        return torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)[:real]
+    record("triton_head.target_logits")
+    return k.head.target_logits(hidden, weight, targets, temperature, first_id)
+
+
+def grad_logits(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor,
+    dentropy: Tensor,
+    first_id: int,
+) -> Tensor:  # fmt: skip
+    """Gradient by the logits of hidden @ weight.T, ids from ``first_id``, rounded once to bf16 [T, C]."""
+    k = ready(hidden)
+    hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
+    # rows start at multiples of 16 bytes, as the copy engine asks
+    width = -(-len(weight) // 8) * 8
+    out = torch.empty((len(hidden), width), dtype=hidden.dtype, device=hidden.device)[:, : len(weight)]
+    if not out.numel():
+        return out
+    name, kernel = _choose("gradient", hidden, weight)
+    if kernel is not None:
+        given = {"state": state, "targets": targets, "dlogp": dlogp, "dentropy": dentropy}
+        processors = _processors(hidden.device.index or 0)
+        k.head.launch(kernel, hidden, weight, temperature, first_id, processors, gradient=given, out=out)
+        record("triton_head.gradient", name)
+        return out
+    logits = rl_gemm.linear(hidden, weight, out_dtype=torch.float32)
+    k.scores.grad_logits(logits, temperature, state, targets, dlogp, dentropy, first_id, len(weight), out)
+    record("triton_scores.grad_logits", name)
+    return out
+
+
+def backward(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor,
+    dentropy: Tensor,
+    *, first_id: int, real: int, leaf_rows: int, needs_hidden: bool, weight_grad: Tensor | None, add: bool,
+) -> Tensor | None:  # fmt: skip
+    """Gradients of one shard for at most GPU_TOKEN_BLOCK tokens: the root fp32 [T, H] of hidden's tree, or None.
+
+    Hidden: per leaf of ``leaf_rows`` ids, blocks of GPU_GRAD_BLOCK ids, each a chain, folded left; leaves by the
+    balanced tree. weight_grad [N, H]: with ``add`` fp32, to which the chain over the tokens is added; else overwritten,
+    rounded once to its type.
+    """
+    pending: list[Tensor] = []
+    for leaf, begin in enumerate(range(0, len(weight), leaf_rows)):
+        end = min(begin + leaf_rows, real)
+        root = None
+        if needs_hidden:
+            # a leaf of padding only is +0
+            new = torch.zeros if begin >= end else torch.empty
+            root = new(hidden.shape, dtype=torch.float32, device=hidden.device)
+        for part in range(begin, end, GPU_GRAD_BLOCK):
+            ids = slice(part, min(part + GPU_GRAD_BLOCK, end))
+            dlogits = grad_logits(hidden, weight[ids], temperature, state, targets, dlogp, dentropy, first_id + part)
+            if root is not None:
+                _chain_into(root, dlogits, weight[ids], "grad_input", first=part == begin)
+            if weight_grad is not None and add:
+                _chain_into(weight_grad[ids], dlogits.t(), hidden, "grad_weight", first=False)
+            elif weight_grad is not None:
+                weight_grad[ids] = rl_gemm.ops.grad_weight(dlogits, hidden)
+            del dlogits
+        if root is not None:
+            # as a binary counter carries: at most one finished sub-tree a level waits
+            done = leaf + 1
+            while done % 2 == 0:
+                root = pending.pop().add_(root)
+                done //= 2
+            pending.append(root)
+    return pending[0] if pending else None
+
+
+def _chain_into(total: Tensor, a: Tensor, b: Tensor, operation: str, *, first: bool) -> None:
+    """total fp32 [M, N] = (total, or nothing if ``first``) + the chain a [M, K] b [K, N], added once in fp32."""
+    if _library_adds(total, a, b, operation):
+        from rl_gemm import vendor
+
+        # a switch of the whole process, set for the call and put back
+        with vendor.no_split_k():
+            if first:
+                torch.mm(a, b, out_dtype=torch.float32, out=total)
+            else:
+                torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        record(f"{vendor.NAME}.{operation}")
+        return
+    # rows of the product are independent, so a slice of them at a time bounds the memory
+    step = max(128, (1 << 23) // total.shape[1])
+    for rows in _slices(len(total), step):
+        if operation == "grad_input":
+            part = rl_gemm.ops.grad_input(a[rows], b)
+        else:
+            part = rl_gemm.ops.grad_weight(a.t()[:, rows], b)
+        if first:
+            total[rows] = part
+        else:
+            total[rows].add_(part)
+
+
+def _library_adds(total: Tensor, a: Tensor, b: Tensor, operation: str) -> bool:
+    """Whether rl-gemm holds a certificate of the library for this product, which then also may add it to ``total``."""
+    if torch.version.hip is not None or not total.is_contiguous():
+        return False
+    if not all(x.is_contiguous() or x.t().is_contiguous() for x in (a, b)):
+        return False
+    from rl_gemm import vendor
+
+    if not vendor.aligned(total, a, b):
+        return False
+    key, rows = (b.shape, len(a)) if operation == "grad_input" else ((len(a), b.shape[1]), len(b))
+    return _certified(a.device.index or 0, operation, key[0], key[1], rows)
+
+
+@cache
+def _certified(device_index: int, operation: str, n: int, k: int, rows: int) -> bool:
+    from rl_gemm import plans as gemm_plans
+    from rl_gemm import vendor
+
+    own = gemm_plans.current(arch(device_index))
+    return own.certified(vendor.environment(device_index), operation, n, k, rows, False)

@@ -1,0 +1,98 @@
+"""``linear_logprob`` on a GPU: slices of tokens, and ranks that share the vocabulary.
+
+Contract `logprob`: what crosses ranks is a row's maximum, then integer sums against the maximum of all ranks. Maximum
+and integer addition have no order, so how tokens are sliced and how many ranks there are never shows in the bits.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_contract import Communicator
+from rl_logprob import gpu
+from rl_logprob.contract import GPU_TILE, GPU_TOKEN_BLOCK
+
+
+def _real_rows(rows: int, rank: int, vocab_size: int) -> int:
+    return max(0, min(rows, vocab_size - rank * rows))
+
+
+@torch.compiler.disable
+def forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
+    entropy: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x fp32 [T] of the targets, NaN for one outside the vocabulary, and state fp64 [T, 3]."""
+    scores = gpu.ready(hidden).scores
+    rows = weight.shape[0]
+    real = _real_rows(rows, comm.rank, vocab_size)
+    x = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    state = torch.empty((len(hidden), 3), dtype=torch.float64, device=hidden.device)
+    step = gpu.stats_rows(rows // GPU_TILE, entropy)
+    for begin in range(0, len(hidden), step):
+        part = slice(begin, min(begin + step, len(hidden)))
+        h, goal, temp = hidden[part], targets[part], _part(temperature, part)
+        found = gpu.stats(h, weight, temp, real, entropy)
+        here = gpu.target_logits(h, weight, goal, temp, comm.rank * rows, real)
+        if comm.world_size == 1:
+            state[part] = scores.merge(*found)
+        else:
+            here, state[part] = _exchange(here, found, comm, entropy)
+        gpu.record("triton_scores.merge")
+        x[part] = here
+    return torch.where((targets >= 0) & (targets < vocab_size), x, torch.nan), state
+
+
+def _part(temperature: Tensor, part: slice) -> Tensor:
+    return temperature[part] if temperature.numel() else temperature
+
+
+def _exchange(
+    x: Tensor, found: tuple[Tensor, Tensor, Tensor], comm: Communicator, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """x of whichever rank holds the target, and the state over all ranks: 4 bytes a token, then 24."""
+    scores = gpu.kernels().scores
+    m, s, u = found
+    top = scores.rank_top(m) if m.shape[0] else torch.full_like(x, -torch.inf)
+    top = comm.all_gather(top[None], dim=0).amax(0)
+    if m.shape[0]:
+        sums = scores.rank_sums(m, s, u, top)
+    else:
+        sums = torch.zeros((2, len(x)), dtype=torch.int64, device=x.device)
+    # every rank but the owner of a target holds +0, whose bit pattern is 0
+    mine = torch.cat([sums, x.view(torch.int32)[None].to(torch.int64)])
+    total = comm.all_gather(mine[None], dim=0).sum(0)
+    return total[2].to(torch.int32).view(torch.float32), scores.state_of(top, total[:2].contiguous(), entropy)
+
+
+@torch.compiler.disable
+def backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, state: Tensor, dlogp: Tensor,
+    dentropy: Tensor,
+    comm: Communicator, vocab_size: int, leaves: int, needs_hidden: bool, needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of hidden and weight; that of weight is None where ``weight.main_grad`` took it."""
+    rows = weight.shape[0]
+    blocks = range(0, len(hidden), GPU_TOKEN_BLOCK)
+    main_grad = getattr(weight, "main_grad", None)
+    sink, add = None, False
+    if needs_weight and main_grad is not None and main_grad.dtype == torch.float32:
+        sink, add = main_grad, True
+    elif needs_weight:
+        # blocks of tokens are added in fp32, so more than one needs room for that; a trainer has main_grad
+        add = len(blocks) > 1
+        sink = torch.zeros_like(weight, dtype=torch.float32 if add else weight.dtype)
+    dhidden = torch.empty_like(hidden) if needs_hidden else None
+    for begin in blocks:
+        part = slice(begin, min(begin + GPU_TOKEN_BLOCK, len(hidden)))
+        root = gpu.backward(
+            hidden[part], weight, _part(temperature, part), state[part], targets[part], dlogp[part],
+            dentropy[part] if dentropy.numel() else dentropy, first_id=comm.rank * rows,
+            real=_real_rows(rows, comm.rank, vocab_size), leaf_rows=rows * comm.world_size // leaves,
+            needs_hidden=needs_hidden,
+            weight_grad=sink, add=add,
+        )  # fmt: skip
+        if dhidden is not None and root is not None:
+            dhidden[part] = comm.all_reduce(root, out_dtype=hidden.dtype)
+    if sink is None or sink is main_grad:
+        return dhidden, None
+    return dhidden, sink.to(weight.dtype)

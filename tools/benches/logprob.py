@@ -1,0 +1,238 @@
+"""The head's log-probability beside the bare products, torch, Liger-Kernel and cut-cross-entropy.
+
+"bare" is cuBLAS alone at its default: the head's forward product, and for forward + backward the three products
+(logits, dX, dW) or four, with the logits computed twice as everything must that keeps none. Peers run in the same
+process and minutes, in turn. ``tp4`` is one rank's share of the vocabulary; its peers are not measured, since none of
+them shards.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from benches import data
+
+HIDDEN = 4096
+LIMIT_MIB = 256
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """What is measured, most wanted first."""
+    qwen = 151936
+    for tokens in (8192, 2048):
+        for mode in ("forward", "forward+backward"):
+            yield {"tokens": tokens, "vocab": qwen, "tp": 1, "mode": mode}
+    for tokens, vocab, tp in (
+        (16384, qwen, 1), (8192, qwen, 4), (512, qwen, 1), (256, qwen, 1), (8192, 262144, 1), (8192, 32768, 1),
+        (2048, qwen, 4),
+    ):  # fmt: skip
+        for mode in ("forward", "forward+backward"):
+            yield {"tokens": tokens, "vocab": vocab, "tp": tp, "mode": mode}
+
+
+class _Alone:
+    """Rank 0 of ``world_size``, with nobody to wait for: every rank is taken to have sent what this one did."""
+
+    rank = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
+        return torch.cat([x] * self.world_size, dim)
+
+    def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return partial if out_dtype is None else partial.to(out_dtype)
+
+
+def _liger() -> Callable[..., Any]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    # one number, as Liger is used: with a loss per token it cannot give a right gradient
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    return lambda h, w, t: loss(w, h, t)
+
+
+def _cut_cross_entropy() -> Callable[..., Any]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda h, w, t: linear_cross_entropy(h, w, t, reduction="sum")
+
+
+def _torch() -> Callable[..., Any]:
+    def call(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        logp = torch.log_softmax(torch.mm(h, w.t()).float(), 1)
+        return -logp.gather(1, t[:, None]).sum()
+
+    return call
+
+
+PEERS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "torch": _torch,
+    "liger": _liger,
+    "cut-cross-entropy": _cut_cross_entropy,
+}
+
+
+def _calls(case: dict[str, Any]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    import rl_logprob
+
+    tokens, vocab, tp = case["tokens"], case["vocab"], case["tp"]
+    backward = case["mode"] != "forward"
+    padded = rl_logprob.padded_vocab_size(vocab)
+    rows, real = padded // tp, min(vocab, padded // tp)
+    weight = data.matrix(rows, HIDDEN, "normal", 1, scale=0.03)
+    hidden = data.matrix(tokens, HIDDEN, "normal", 2)
+    targets = torch.randint(0, real, (tokens,), device="cuda")
+    bare_weight = weight[:real]
+    dlogits = None
+    if backward:
+        weight.requires_grad_()
+        hidden.requires_grad_()
+        weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device="cuda")
+    comm = _Alone(tp) if tp > 1 else None
+
+    def strict() -> object:
+        logp = rl_logprob.linear_logprob(
+            hidden, weight, targets, vocab_size=vocab, comm=comm, leaves=tp, nonfinite="nan"
+        )
+        if backward:
+            hidden.grad = None
+            logp.sum().backward()
+        return logp
+
+    def products(again: int) -> Callable[[], object]:
+        h, w = hidden.detach(), bare_weight.detach()
+        # a chunk of the vocabulary stands for all of it, so that the gradient of the logits needs no [T, V] here either
+        chunk = 16384
+        d = data.matrix(tokens, min(chunk, real), "normal", 3) if backward else None
+
+        def call() -> object:
+            for _ in range(again if backward else 1):
+                out = torch.mm(h, w.t())
+            if d is not None:
+                for begin in range(0, real, chunk):
+                    part = w[begin : begin + chunk]
+                    out = torch.mm(d[:, : len(part)], part)
+                    torch.mm(d[:, : len(part)].t(), h)
+            return out
+
+        return call
+
+    del dlogits
+    calls = {"strict": strict, "bare": products(1)}
+    if backward:
+        calls["bare, logits twice"] = products(2)
+    failed = {}
+    if tp == 1:
+        for name, make in PEERS.items():
+            try:
+                function = make()
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}"[:200]
+                continue
+            own_weight = bare_weight.detach().clone().requires_grad_(backward)
+            own_hidden = hidden.detach().clone().requires_grad_(backward)
+
+            def peer(function: Any = function, h: Any = own_hidden, w: Any = own_weight) -> object:
+                h.grad = w.grad = None
+                loss = function(h, w, targets)
+                if backward:
+                    loss.backward()
+                return loss
+
+            calls[name] = peer
+    return calls, failed
+
+
+def _measure(
+    calls: dict[str, Callable[[], object]], failed: dict[str, str], rounds: int
+) -> dict[str, tuple[float, float]]:
+    """name -> (microseconds, MiB at the peak beyond what stood before). Variants in turn; the median round counts."""
+    memory, times = {}, {}
+    for name, call in list(calls.items()):
+        try:
+            call()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            call()
+            torch.cuda.synchronize()
+            memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            times[name] = []
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:200]
+            del calls[name]
+        torch.cuda.empty_cache()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times[name].append(1e3 * start.elapsed_time(end))
+    return {name: (median(values), memory[name]) for name, values in times.items()}
+
+
+def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and targets."""
+    from rl_contract import launches, reset_launches
+
+    started, rows = time.time(), []
+    for case in cases():
+        if time.time() - started > budget:
+            print(f"logprob: budget reached before {case}", flush=True)
+            break
+        calls, failed = _calls(case)
+        reset_launches()
+        calls["strict"]()
+        plans = {r["plan"] for r in launches() if r["boundary"] == "logprob" and ":" in r["plan"]}
+        found = _measure(calls, failed, 3 if case["tokens"] > 8192 else 5)
+        us, mib = found.pop("strict")
+        head = {
+            "case": f"{case['mode']} T={case['tokens']} V={case['vocab']} tp{case['tp']}",
+            "shape": [case["tokens"], case["vocab"], HIDDEN],
+            **case,
+            "plan": "; ".join(sorted(plans)),
+            "strict_us": round(us, 1),
+            "strict_peak_mib": round(mib, 1),
+        }
+        for peer, (peer_us, peer_mib) in found.items():
+            more = {"peer_us": round(peer_us, 1), "peer_peak_mib": round(peer_mib, 1), "ratio": round(peer_us / us, 3)}
+            rows.append(head | {"peer": peer} | more)
+        rows += [head | {"peer": name, "error": text} for name, text in failed.items()]
+        print(
+            {k: (round(v[0]), round(v[1])) for k, v in found.items()},
+            head["case"],
+            round(us),
+            round(mib),
+            failed,
+            flush=True,
+        )
+        calls.clear()
+        torch.cuda.empty_cache()
+    return rows, summary(rows)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The targets: against the bare products, against every peer, and memory."""
+
+    def ratio(mode: str, peer: str, tokens: int = 8192) -> float | None:
+        wanted = (mode, peer, tokens, 151936, 1)
+        return next(
+            (r.get("ratio") for r in rows if (r["mode"], r["peer"], r["tokens"], r["vocab"], r["tp"]) == wanted), None
+        )
+
+    both = "forward+backward"
+    peers = [ratio(mode, peer) for mode in ("forward", both) for peer in PEERS]
+    return {
+        "forward against the bare product >= 0.85 (8192 tokens)": ratio("forward", "bare"),
+        "forward + backward against three bare products >= 0.75 (8192 tokens)": ratio(both, "bare"),
+        "forward + backward against four products, logits twice (8192 tokens)": ratio(both, "bare, logits twice"),
+        "slowest margin over a peer > 1.0 (8192 tokens)": min((p for p in peers if p is not None), default=None),
+        "extra memory <= 256 MiB, all cases": max((r["strict_peak_mib"] for r in rows), default=None),
+    }
