@@ -21,8 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rl_contract import ContractError, MissingSupport
 
     args = _parser().parse_args(argv)
-    # a terminated run cleans up as an interrupted one does
-    signal.signal(signal.SIGTERM, _interrupt)
+    # a terminated run cleans up as an interrupted one does, also where a shell started it with SIGINT ignored
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         status: int = args.command(args)
     except (ContractError, MissingSupport) as error:

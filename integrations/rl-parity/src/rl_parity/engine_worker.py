@@ -1,10 +1,22 @@
 """One rollout engine inside its worker process: a ``vllm.LLM``, and vime-sync's client for it."""
 
+import os
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import psutil
+
 from rl_contract import Profile
+from rl_parity.launch.processes import lives
+
+
+def _children() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if "resource_tracker" not in " ".join(p.cmdline())]
 
 
 class EngineWorker:
@@ -53,6 +65,8 @@ class EngineWorker:
         self._environment.enter_context(rl_vllm.cpu_environment(tp))
         self._llm = LLM(**args)
         self._client = rl_vllm.VllmEngineClient(self._llm, name=name)
+        self._closing = False
+        threading.Thread(target=self._watch, args=(_children(),), daemon=True).start()
 
     def client(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call, or read, one name of vime-sync's ``EngineClient``."""
@@ -118,6 +132,16 @@ class EngineWorker:
             return rl_vllm.assert_strict(self._llm, self._profile)
         return rl_vllm.report(self._llm)
 
+    def _watch(self, children: list[psutil.Process]) -> None:
+        """End this process when one of the engine's dies: vLLM's client may wait for its answer for ever."""
+        while not self._closing:
+            time.sleep(0.5)
+            gone = [child.pid for child in children if not lives(child)]
+            if gone and not self._closing:
+                print(f"engine process {gone[0]} has died; ending this worker", file=sys.stderr, flush=True)
+                os._exit(70)
+
     def close(self) -> None:
+        self._closing = True
         self._llm.llm_engine.engine_core.shutdown()
         self._environment.close()

@@ -13,7 +13,7 @@ from rl_contract import Profile
 from rl_parity import checkpoint, preflight
 from rl_parity.config import RunConfig
 from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
-from rl_parity.launch.processes import MARK, shared_segments
+from rl_parity.launch.processes import MARK, end, shared_segments, survivors
 from vime_sync.layout import ModelShape
 
 # one thread per process: ranks share the cores, and no bit depends on the count
@@ -98,6 +98,7 @@ class Fleet:
         self.trainers: list[Worker] = []
         self.engines: list[Worker] = []
         self._launcher: Launcher | None = None
+        self._segments: set[Path] = set()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Fleet":
@@ -125,6 +126,8 @@ class Fleet:
         # a report is answered only by a worker that stands
         self.all(self.trainers, "report")
         self.all(self.engines, "report")
+        # known now, since a process that dies later no longer tells what it had mapped
+        self._segments = shared_segments(survivors(os.environ.get(MARK, "")))
 
     def _start_trainer(self, rank: int, init_method: str) -> Worker:
         c = self.config
@@ -207,9 +210,12 @@ class Fleet:
     def close(self) -> None:
         """End every process of this arm, whatever state it is in; safe to call twice."""
         if self._launcher is not None:
-            segments = shared_segments(os.environ.get(MARK, ""))
+            # looked up while parents live: an orphan can no longer be told from a stranger
+            ours = survivors(os.environ.get(MARK, ""))
+            segments = self._segments | shared_segments(ours)
             self._launcher.close()
             self._launcher = None
+            end(ours)
             for segment in segments:
                 segment.unlink(missing_ok=True)
         if self._scratch is not None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -12,14 +12,13 @@ import psutil
 MARK = "RL_PARITY_RUN"
 
 
-def shared_segments(run_id: str) -> set[Path]:
-    """Shared memory files that the marked processes have mapped; a process that is killed leaves its own behind."""
+def shared_segments(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Shared memory files that these processes have mapped; a process that is killed leaves its own behind."""
     found: set[Path] = set()
-    for process in survivors(run_id):
+    for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            found |= {
-                Path(m.path) for m in process.memory_maps(grouped=True) if Path(m.path).parent == Path("/dev/shm")
-            }
+            maps = process.memory_maps(grouped=True)
+            found |= {Path(m.path) for m in maps if Path(m.path).parent == Path("/dev/shm")}
     return found
 
 
@@ -51,27 +50,40 @@ def marked(run_id: str) -> Iterator[None]:
 
 
 def survivors(run_id: str) -> list[psutil.Process]:
-    """Live processes that carry the mark, without this one."""
-    found = []
+    """Live processes that carry the mark, and their descendants, without this one.
+
+    Descendants count too, because a process that sets its title may overwrite the environment that others can read.
+    """
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if (
-                process.pid != os.getpid()
-                and process.status() != psutil.STATUS_ZOMBIE
-                and process.environ().get(MARK) == run_id
-            ):
-                found.append(process)
-    return found
+            if process.environ().get(MARK) == run_id:
+                for one in (process, *process.children(recursive=True)):
+                    found[one.pid] = one
+    found.pop(os.getpid(), None)
+    return [process for process in found.values() if lives(process)]
 
 
-def sweep(run_id: str, patience: float = 3.0) -> int:
-    """End every process that carries the mark; returns how many there were."""
-    count = 0
-    for end in ("terminate", "kill"):
-        left = survivors(run_id)
-        count = max(count, len(left))
+def lives(process: psutil.Process) -> bool:
+    """Whether a process still runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def end(processes: Iterable[psutil.Process], patience: float = 3.0) -> None:
+    """SIGTERM, then SIGKILL, to those that still live."""
+    for method in ("terminate", "kill"):
+        left = [process for process in processes if lives(process)]
         for process in left:
             with contextlib.suppress(psutil.Error):
-                getattr(process, end)()
+                getattr(process, method)()
         psutil.wait_procs(left, timeout=patience)
-    return count
+
+
+def sweep(run_id: str) -> int:
+    """End every process that carries the mark; returns how many there were."""
+    left = survivors(run_id)
+    end(left)
+    return len(left)

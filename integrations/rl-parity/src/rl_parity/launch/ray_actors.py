@@ -1,6 +1,8 @@
 """Workers as Ray actors on a private, small Ray instance: no dashboard, no reserved CPUs, a tiny object store."""
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,6 +63,7 @@ class RayLauncher:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # a private instance that ends with the run needs no token
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         # RAY_ADDRESS must not draw the run into a cluster that someone else owns
         ray.init(
             address="local",
@@ -70,6 +73,10 @@ class RayLauncher:
             log_to_driver=False,
             configure_logging=False,
         )
+        # Ray puts its own in place, which end the driver before it can end its workers
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def start(self, name: str, factory: str, *, env: Mapping[str, str], kwargs: Mapping[str, Any]) -> RayWorker:
         log = self._logs / f"{name}.log"
