@@ -56,6 +56,15 @@ def test_gpu_contracts_differ_from_each_other_and_refuse_fp32(arch):
         attention(settings(arch=arch, key_tile=48, segment=480))
 
 
+def test_nosplit_contract_names_library_version_and_digest():
+    contract = attention(settings(arch="sm90", attention="nosplit"))
+    assert "vllm" in contract.primitives["library"]
+    assert len(contract.primitives["sha256"]) == 64
+    assert contract.fingerprint != attention(settings(arch="sm90")).fingerprint
+    with pytest.raises(ContractError, match="gfx942"):
+        attention(settings(arch="gfx942", attention="nosplit"))
+
+
 def test_rotary_refuses_an_unknown_rule():
     with pytest.raises(ContractError, match="longrope"):
         rotary(settings(rope={"theta": 1e4, "rotary_dim": 32, "rope_type": "longrope"}))

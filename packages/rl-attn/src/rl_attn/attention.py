@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
-from rl_attn import metadata, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
+from rl_attn import metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
 from rl_attn.checks import (
     check_call,
     refuse_variants,
     require_cu_seqlens,
     require_device,
     require_dtype,
+    require_family,
     require_heads,
     require_tiles,
 )
@@ -63,6 +64,7 @@ def attention_packed(
     scale: float,
     key_tile: int = 64,
     segment: int = 512,
+    family: str = "segments",
     return_lse: bool = False,
     **variants: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +77,8 @@ def attention_packed(
             default: the last rows of the sequence.
         scale: factor on scores, usually ``D ** -0.5``.
         key_tile, segment: keys per tile and per segment; part of the contract.
+        family: ``segments``, or ``nosplit``: a certified library on a GPU, without key tiles and segments of ours and
+            without explicit positions.
         variants: names of other attention kinds (``causal``, ``sliding_window``, ``softcap``, ...), refused unless
             neutral.
 
@@ -88,12 +92,19 @@ def attention_packed(
     """
     where = "attention_packed"
     check_call(where, q, k, v, scale, key_tile, segment, variants)
+    require_family(where, family)
+    explicit = positions is not None
     if q.is_cuda:
         cu_seqlens_q, cu_seqlens_k, positions = metadata.on_device(where, q, k, cu_seqlens_q, cu_seqlens_k, positions)
     else:
         require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
         require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
         positions = metadata.checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
+    if family == "nosplit":
+        if explicit:
+            raise ContractError(f"{where} got positions with family 'nosplit'; leave them out, or use 'segments'")
+        out, lse = nosplit.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, float(scale))
+        return (out, lse.detach()) if return_lse else out
     out, lse = ops.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, float(scale), key_tile, segment)
     return (out, lse.detach()) if return_lse else out
 
@@ -108,6 +119,7 @@ def attention_paged(
     scale: float,
     key_tile: int = 64,
     segment: int = 512,
+    family: str = "segments",
     return_lse: bool = False,
     **variants: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +131,10 @@ def attention_paged(
         query_start_loc: int ``[requests + 1]``. seq_lens: int ``[requests]``, keys of each request (context plus its
             queries); the request's queries are its last positions.
         block_table: int ``[requests, pages]``; entries behind a request's length are never read.
-        scale, key_tile, segment, return_lse, variants: as in ``attention_packed``.
+        scale, key_tile, segment, family, return_lse, variants: as in ``attention_packed``.
+
+    On a GPU the values of ``block_table`` and ``seq_lens`` are not looked at, so that nothing stops the stream: rows
+    that need a page outside the cache become NaN. ``check_paged`` looks.
 
     Returns:
         as ``attention_packed``.
@@ -130,6 +145,7 @@ def attention_paged(
     """
     where = "attention_paged"
     refuse_variants(where, variants)
+    require_family(where, family)
     require_device(where, q, cache.k, block_table)
     require_dtype(where, q=q, cache=cache.k)
     if q.dim() != 3 or q.shape[2] != cache.head_dim:
@@ -144,6 +160,9 @@ def attention_paged(
             f"{where} got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, "
             f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
         )
+    if family == "nosplit":
+        out, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale))
+        return (out, lse) if return_lse else out
     out, lse = ops.paged(q, cache.k, cache.v, query_start_loc, seq_lens, block_table, float(scale), key_tile, segment)
     return (out, lse) if return_lse else out
 

@@ -6,6 +6,7 @@ import torch
 
 from rl_contract import ContractError, MissingSupport
 
+FAMILIES = ("segments", "nosplit")
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
 
 
@@ -43,6 +44,11 @@ def require_tiles(where: str, scale: float, key_tile: int, segment: int) -> None
         )
     if not 0.0 < scale < float("inf"):
         raise ContractError(f"{where} got scale={scale}; supported: a positive finite number, usually head_dim ** -0.5")
+
+
+def require_family(where: str, family: str) -> None:
+    if family not in FAMILIES:
+        raise ContractError(f"{where} got family={family!r}; supported: {FAMILIES}, take it from the profile")
 
 
 def refuse_variants(where: str, options: dict[str, Any]) -> None:

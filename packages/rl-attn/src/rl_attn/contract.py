@@ -32,10 +32,8 @@ def attention(settings: Settings) -> Contract:
             GPU).
     """
     _require("attention", settings)
-    if settings.attention != "segments":
-        raise ContractError(
-            f"attention: family {settings.attention!r}, supported: 'segments'; set Settings.attention='segments'"
-        )
+    if settings.attention == "nosplit":
+        return _library_attention(settings)
     if settings.key_tile % 16:
         raise ContractError(f"attention: key_tile={settings.key_tile}, supported: a multiple of 16; use 64")
     if settings.arch != "cpu":
@@ -98,8 +96,9 @@ def _gpu_attention(settings: Settings) -> Contract:
             "short tails filled with zeros. "
             "score: chain over head_dim from +0; c = fp32(fp64(scale) * log2(e)); tile: m' = max(m, "
             "max(scores) * c), alpha = exp2(m - m') or 0 for the empty state, p_j = exp2(fma(s_j, c, -m')), "
-            "O = chain over j of p_j * v_j from O * alpha, l = the same chain with v_j = 1 from l * alpha; segment: tiles ascending from the empty "
-            "state (m=-inf, l=0, O=0); segments folded left, ascending, from the empty state: M' = max(M, m), "
+            "O = chain over j of p_j * v_j from O * alpha, l = the same chain with v_j = 1 from l * alpha; segment: "
+            "tiles ascending from the empty state (m=-inf, l=0, O=0); segments folded left, ascending, from the empty "
+            "state: M' = max(M, m), "
             "a = exp2(M - M'), b = exp2(m - M'), O = fma(O, a, O_s * b), l = fma(l, a, l_s * b); out = O / l; "
             "lse = (m + log2(l)) * fp32(ln 2). Backward: delta = balanced tree over head_dim, neighbours first, of "
             "dO * O; p = exp2(fma(s, c, -fp32(lse * log2(e)))); dP chain over head_dim; dS = p * (dP - delta); "
@@ -120,6 +119,27 @@ def _gpu_attention(settings: Settings) -> Contract:
             "log2": "triton.language.math.log2 (once a row)",
             "divide": "IEEE fp32",
         },
+        arch=settings.arch,
+    )
+
+
+def _library_attention(settings: Settings) -> Contract:
+    from rl_attn.nosplit import library_for
+
+    library = library_for(settings.arch)
+    if settings.dtype not in library.dtypes:
+        raise ContractError(f"attention: dtype={settings.dtype!r}, {library.id} is certified for {library.dtypes}")
+    dtype = settings.dtype
+    return Contract(
+        boundary="attention",
+        dependency=(
+            "row at absolute position p sees keys 0..p of its own sequence; query head h uses kv head h // (Hq / Hkv)"
+        ),
+        partition="none: a row is one left fold over the library's key tiles, aligned to absolute position 0",
+        merge=f"as {library.id} does; backward: as the family 'segments', from the library's O and LSE",
+        precision={"input": dtype, "product": "exact", "accumulator": "float32", "state": "float32", "output": dtype},
+        rounding=("the library's", f"output once to {dtype}"),
+        primitives={"library": library.id, "sha256": library.sha256},
         arch=settings.arch,
     )
 

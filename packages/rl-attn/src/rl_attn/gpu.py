@@ -19,7 +19,7 @@ ARCHS = ("sm90", "gfx942", "gfx950")
 DTYPES = (torch.bfloat16, torch.float16)
 # sequences of one call whose segments may run in parallel; more than this fill the processors by themselves
 MOST_SPLIT_SEQUENCES = 1024
-MOST_SPLIT_PROGRAMS = 4096
+MOST_SPLIT_PROGRAMS = 1024
 
 
 @cache
@@ -38,6 +38,13 @@ def kernels() -> Any:
         forward, decode, backward, rotary = triton_forward, triton_decode, triton_backward, triton_rotary
 
     return Kernels
+
+
+@cache
+def _hopper() -> Any:
+    from rl_attn import triton_hopper
+
+    return triton_hopper
 
 
 @cache
@@ -115,7 +122,12 @@ def packed(
     strides = (0, k.stride(1), k.stride(0), 0, v.stride(1), v.stride(0))
     own = current_plans(q)
     group = q.shape[1] // k.shape[1]
-    row = own.choose("forward", q.shape[2], q.shape[0] * group // max(1, cu_q.numel() - 1))
+    may = _may_specialise(q, k, v, key_tile, segment)
+    row = own.choose("forward", q.shape[2], q.shape[0] * group // max(1, cu_q.numel() - 1), specialised=may)
+    if row.specialised:
+        result = _walk_specialised(row, q, k, v, cu_q, cu_k, positions, scale, key_tile, segment, out_dtype)
+        record("attention", "rl_attn.triton_hopper", f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "packed")
+        return result
     result = _walk(
         row,
         q,
@@ -155,7 +167,7 @@ def paged(
     own = current_plans(q)
     bound = block_table.shape[1] * page
     most = -(-(min(bound, max_keys) if max_keys else bound) // segment)
-    split = own.choose("segments", head_dim)
+    split = own.choose("segments", head_dim, sequences * kv_heads * most)
     room = _shape(split, group) // group
     few = tokens <= sequences * room
     splits = most > 1 and sequences <= MOST_SPLIT_SEQUENCES and sequences * kv_heads <= MOST_SPLIT_PROGRAMS
@@ -200,6 +212,39 @@ def _walk(
         q.stride(0), q.stride(1), *strides, out.stride(0), out.stride(1), lse.stride(0), table.stride(0) if page else 0,
         GROUP=group, D=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=block_m, KEY_TILE=key_tile, SEGMENT=segment,
         PAGE=page, SHORT=short, **options(row),
+    )  # fmt: skip
+    return out, lse
+
+
+def _may_specialise(q: Tensor, k: Tensor, v: Tensor, key_tile: int, segment: int) -> bool:
+    """What the copy engine and the groups of 64 rows ask for."""
+    tokens, heads, head_dim = q.shape
+    return (
+        head_dim in (64, 128)
+        and key_tile in (64, 128)
+        and heads // k.shape[1] <= 64
+        and 0 < k.shape[0] < 2**31
+        and tokens > 0
+        and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(0) >= head_dim for x in (k, v))
+    )
+
+
+def _walk_specialised(
+    row: plans.Row, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, positions: Tensor, scale: float,
+    key_tile: int, segment: int, out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hopper = _hopper()
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group, sequences = heads // kv_heads, cu_q.numel() - 1
+    out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
+    lse = q.new_empty((tokens, heads), dtype=torch.float32)
+    grid = (tokens // (128 // group) + sequences, kv_heads)
+    hopper.attn_fwd_sm90_kernel[grid](
+        q, hopper.rows_descriptor(k, key_tile), hopper.rows_descriptor(v, key_tile), out, lse, cu_q, cu_k, positions,
+        exponent_factor(scale), sequences, q.stride(0), q.stride(1), k.stride(1), v.stride(1), out.stride(0),
+        out.stride(1), lse.stride(0), GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=row.stages,
+        num_warps=4, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse
 
@@ -289,7 +334,7 @@ def grad_keys(
         return dk, dv
     own = current_plans(q)
     row = own.choose("grad_keys", head_dim)
-    kernels().backward.attn_grad_keys_kernel[(tokens // row.block_n + sequences, kv_heads)](
+    kernels().backward.attn_grad_keys_kernel[(kv_heads, tokens // row.block_n + sequences)](
         grad, q, k, v, dk, dv, lse, delta, cu_q, cu_k, positions, key_positions, exponent_factor(scale), float(scale),
         sequences, kv_heads, *_token_head(grad, q, k, v),
         GROUP=group, D=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=row.block_m, BLOCK_N=row.block_n, **options(row),

@@ -113,7 +113,8 @@ def _packed_context(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, positions)
 
 
-def _packed_backward(ctx, grad_out, _):
+def packed_gradients(ctx, grad_out):
+    """dQ, dK, dV as far as they are needed, from what a forward of either family has saved."""
     q, k, v, out, lse, cu_q, cu_k, positions = ctx.saved_tensors
     delta = row_delta(grad_out, out)
     dq = dk = dv = None
@@ -122,7 +123,11 @@ def _packed_backward(ctx, grad_out, _):
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
         key_positions = positions_of_all_keys(cu_k, k.shape[0])
         dk, dv = grad_keys(grad_out, q, k, v, lse, delta, cu_q, cu_k, positions, key_positions, ctx.scale)
-    return dq, dk, dv, None, None, None, None, None, None
+    return dq, dk, dv
+
+
+def _packed_backward(ctx, grad_out, _):
+    return *packed_gradients(ctx, grad_out), None, None, None, None, None, None
 
 
 def positions_of_all_keys(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:

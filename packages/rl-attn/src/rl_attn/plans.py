@@ -25,8 +25,11 @@ FORBIDDEN = (
 class Row:
     """Launch shape of ``kernel`` for heads up to ``head_dim`` and up to ``rows`` query rows a sequence (0: any number).
 
+    For ``segments``, ``rows`` counts (sequence, kv head, segment) instead.
+
     block_m: query rows a program holds. block_n: keys a backward program holds or takes at a time. programs: persistent
-    programs per processor (segments), unroll: segments in flight (fold).
+    programs per processor (segments), unroll: segments in flight (fold). specialised:
+    ``triton_hopper`` (forward).
     """
 
     kernel: str
@@ -39,6 +42,7 @@ class Row:
     programs: int = 0
     unroll: int = 0
     max_registers: int = 0
+    specialised: bool = False
 
     def __post_init__(self) -> None:
         problems = []
@@ -68,9 +72,11 @@ class Plans:
     arch: str
     rows: tuple[Row, ...]
 
-    def choose(self, kernel: str, head_dim: int, rows: int = 0) -> Row:
+    def choose(self, kernel: str, head_dim: int, rows: int = 0, *, specialised: bool = False) -> Row:
+        """The first row that fits; rows for specialised warps only where the call allows them."""
         for row in self.rows:
-            if row.kernel == kernel and head_dim <= row.head_dim and (row.rows == 0 or rows <= row.rows):
+            fits = row.kernel == kernel and head_dim <= row.head_dim and (row.rows == 0 or rows <= row.rows)
+            if fits and specialised >= row.specialised:
                 return row
         raise ContractError(
             f"no plan of {self.arch} fits {kernel} with head_dim={head_dim}; add a row to the plan file"

@@ -114,9 +114,9 @@ def attn_grad_keys_kernel(
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of keys, kv heads); dk, dv [Tk, Hkv, D] contiguous. Positions ascend inside a sequence."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    """Grid (kv heads, tiles of keys), longest first; dk, dv [Tk, Hkv, D] contiguous; positions ascend in a sequence."""
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
     sequence = find_sequence(tile, cu_k, sequences, BLOCK_N)
     k_begin = tl.load(cu_k + sequence).to(tl.int32)
     k_len = tl.load(cu_k + sequence + 1).to(tl.int32) - k_begin

@@ -8,7 +8,16 @@ once. Partial states stay fp32. How many programs share the segments never shows
 import triton
 import triton.language as tl
 
-from rl_attn.triton_tiles import add_keys, empty_state, finish, first_column, fold, key_rows, weigh
+from rl_attn.triton_tiles import (
+    add_keys,
+    divide,
+    empty_state,
+    finite,
+    first_column,
+    key_rows,
+    log_sum,
+    weigh,
+)
 
 
 @triton.jit
@@ -36,56 +45,72 @@ def attn_segments_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, KEY_TILE: tl.constexpr,
     SEGMENT: tl.constexpr, PAGE: tl.constexpr, SHORT: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs take (segment, kv head) in turn. part_m, part_w fp32 [slots, Hq], part_o fp32 [slots, Hq, D]; a slot is
-    (sequence, segment, query)."""
+    """Each program takes an equal run of (sequence, kv head, segment). part_m, part_w fp32 [slots, Hq], part_o fp32
+    [slots, Hq, D]; a slot is (sequence, segment, query). One flat loop over key tiles, so that loads never run dry."""
     b, begins, queries, lengths, segments, ends, slot_ends = _segment_plan(cu_q, seq_lens, sequences, B, SEGMENT, SHORT)
-    work = tl.sum(segments, 0) * kv_heads
+    work = (tl.sum(segments, 0) * kv_heads).to(tl.int64)
+    begin = (work * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
+    end = (work * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
+    TILES: tl.constexpr = SEGMENT // KEY_TILE
     rows = tl.arange(0, BLOCK_M)
+    token = rows // GROUP
     d = tl.arange(0, BLOCK_D)
     heads = kv_heads * GROUP
-    for item in range(tl.program_id(0), work, tl.num_programs(0)):
-        kv_head = item % kv_heads
-        number = item // kv_heads
-        sequence = tl.sum((ends <= number).to(tl.int32), 0)
-        segment = number - _pick(ends - segments, b, sequence)
-        q_begin = _pick(begins, b, sequence)
-        q_len = _pick(queries, b, sequence)
-        slot = _pick(slot_ends - segments * queries, b, sequence) + segment * q_len
-
-        token = rows // GROUP
-        head = kv_head * GROUP + rows % GROUP
+    sequence, kv_head, segment, q_begin, q_len, length, slot = begin, begin, begin, begin, begin, begin, begin
+    m, w, o = empty_state(BLOCK_M, BLOCK_D)
+    unknown = tl.zeros((KEY_TILE,), tl.int1)
+    for step in tl.range(0, (end - begin) * TILES, num_stages=STAGES):
+        tile = step % TILES
+        if tile == 0:
+            item = begin + step // TILES
+            sequence = tl.sum((ends * kv_heads <= item).to(tl.int32), 0)
+            count = _pick(segments, b, sequence)
+            inner = item - (_pick(ends, b, sequence) - count) * kv_heads
+            kv_head = inner // count
+            segment = inner % count
+            q_begin = _pick(begins, b, sequence)
+            q_len = _pick(queries, b, sequence)
+            length = _pick(lengths, b, sequence)
+            slot = _pick(slot_ends, b, sequence) - (count - segment) * q_len
+        first = segment * SEGMENT + tile * KEY_TILE
         row_ok = token < q_len
-        position = tl.where(row_ok, _pick(lengths, b, sequence) - q_len + token, -1)
-        limit = tl.minimum(tl.max(position, 0) + 1, (segment + 1) * SEGMENT)
-        all_see = tl.min(tl.where(row_ok, position, 2147483646), 0) + 1
+        head = kv_head * GROUP + rows % GROUP
+        q_row = q + (q_begin + token).to(tl.int64) * sq_t + head.to(tl.int64) * sq_h
+        q_tile = tl.load(q_row[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
+        keys = first + tl.arange(0, KEY_TILE)
+        inside = keys < length
         table_row = table + sequence.to(tl.int64) * s_table
-        row = (q_begin + token).to(tl.int64)
-        q_at = q + row[:, None] * sq_t + head.to(tl.int64)[:, None] * sq_h + d[None, :]
-        q_tile = tl.load(q_at, mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
+        k_row, known = key_rows(k, table_row, keys, inside, kv_head, sk_b, sk_h, sk_t, blocks, PAGE)
+        v_row, _ = key_rows(v, table_row, keys, inside, kv_head, sv_b, sv_h, sv_t, blocks, PAGE)
+        k_tile = tl.load(k_row[:, None] + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
+        v_tile = tl.load(v_row[:, None] + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
+        starts = tile == 0
+        unknown = (unknown & (tile != 0)) | (inside & (known == 0))
+        s = tl.dot(q_tile, k_tile.T)
+        if first + KEY_TILE > length - q_len + 1:
+            position = tl.where(row_ok, length - q_len + token, -1)
+            s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
+        m, alpha, p = weigh(s, m, c, starts, v_tile.dtype)
+        w, o = add_keys(p, v_tile, tl.where(starts, 0.0, w * alpha[:, None]), tl.where(starts, 0.0, o * alpha[:, None]))
+        if tile == TILES - 1:
+            # a page outside the cache turns the rows that needed it into NaN
+            column = tl.where(tl.max(unknown.to(tl.int32), 0) != 0, float("nan"), first_column(w))
+            at = (slot + token).to(tl.int64) * heads + head
+            tl.store(part_m + at, m, mask=row_ok)
+            tl.store(part_w + at, column, mask=row_ok)
+            tl.store(part_o + at[:, None] * D + d[None, :], o, mask=row_ok[:, None] & (d < D)[None, :])
 
-        m, w, o = empty_state(BLOCK_M, BLOCK_D)
-        unknown = tl.zeros((KEY_TILE,), tl.int1)
-        for first in tl.range(segment * SEGMENT, limit, KEY_TILE, num_stages=STAGES):
-            keys = first + tl.arange(0, KEY_TILE)
-            inside = keys < limit
-            k_row, known = key_rows(k, table_row, keys, inside, kv_head, sk_b, sk_h, sk_t, blocks, PAGE)
-            v_row, _ = key_rows(v, table_row, keys, inside, kv_head, sv_b, sv_h, sv_t, blocks, PAGE)
-            k_tile = tl.load(k_row[:, None] + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
-            v_tile = tl.load(v_row[:, None] + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
-            unknown = unknown | (inside & (known == 0))
-            s = tl.dot(q_tile, k_tile.T)
-            if first + KEY_TILE > all_see:
-                s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
-            m, alpha, p = weigh(s, m, c, False, v_tile.dtype)
-            w, o = add_keys(p, v_tile, w * alpha[:, None], o * alpha[:, None])
 
-        w_column = first_column(w)
-        # a page outside the cache turns the rows that needed it into NaN
-        w_column = tl.where(tl.max(unknown.to(tl.int32), 0) != 0, float("nan"), w_column)
-        at = (slot + token).to(tl.int64) * heads + head
-        tl.store(part_m + at, m, mask=row_ok)
-        tl.store(part_w + at, w_column, mask=row_ok)
-        tl.store(part_o + at[:, None] * D + d[None, :], o, mask=row_ok[:, None] & (d < D)[None, :])
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _row(x, index, t: tl.constexpr):
+    """Row t of x [N, D]: a sum of integers with one term beside zeros; a thread that holds all rows adds nothing."""
+    bits = tl.sum(tl.where(index == t, x.to(tl.int32, bitcast=True), 0), 0).to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -94,7 +119,7 @@ def attn_fold_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr, SHORT: tl.constexpr, B: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query rows, heads): one row's segments, folded in ascending order."""
+    """Grid (query rows, heads): one row's segments, folded in ascending order; UNROLL partial states in flight."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     b, begins, queries, lengths, segments, _, slot_ends = _segment_plan(cu_q, seq_lens, sequences, B, SEGMENT, SHORT)
@@ -104,23 +129,38 @@ def attn_fold_kernel(
     if q_len > SHORT:
         return
     token = row - _pick(begins, b, sequence)
-    slot = _pick(slot_ends - segments * queries, b, sequence)
+    slot = _pick(slot_ends - segments * queries, b, sequence) + token
     seen = _pick(lengths, b, sequence) - q_len + token + 1
     count = (seen + SEGMENT - 1) // SEGMENT
     d = tl.arange(0, BLOCK_D)
-    m = tl.full((1,), float("-inf"), tl.float32)
-    w = tl.zeros((1, 1), tl.float32)
-    o = tl.zeros((1, BLOCK_D), tl.float32)
+    i = tl.arange(0, UNROLL)
+    index = i[:, None]
+    total_m = float("-inf")
+    total_w = tl.zeros((BLOCK_D,), tl.float32)  # every column holds the row sum
+    total_o = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, count, UNROLL):
-        for i in tl.static_range(UNROLL):
-            number = start + i + tl.zeros((1,), tl.int32)
-            live = number < count
-            at = (slot + number * q_len + token).to(tl.int64) * heads + head
-            part = tl.load(part_m + at, mask=live, other=float("-inf"))
-            part_sum = tl.load(part_w + at, mask=live, other=0.0)
-            part_row = tl.load(part_o + at[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-            m, w, o = fold(m, w, o, part, part_sum[:, None], part_row)
-    result, row_lse = finish(m, tl.sum(w, 1), o)
-    at = out + row.to(tl.int64) * so_t + head.to(tl.int64) * so_h + d[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=(d < D)[None, :])
-    tl.store(lse + row.to(tl.int64) * s_lse + head + tl.zeros((1,), tl.int32), row_lse)
+        number = start + i
+        live = number < count
+        at = (slot + number * q_len).to(tl.int64) * heads + head
+        o = tl.load(part_o + at[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        w = tl.load(part_w + at, mask=live, other=0.0)
+        m = tl.load(part_m + at, mask=live, other=float("-inf"))
+        # the maximum before each part; a maximum has no order
+        earlier = tl.load(
+            part_m + at - q_len.to(tl.int64) * heads, mask=(i > 0) & (number <= count), other=float("-inf")
+        )
+        before = tl.maximum(total_m, tl.associative_scan(earlier, 0, _larger))
+        after = tl.maximum(before, m)
+        shift = finite(after)
+        a = tl.broadcast_to(tl.math.exp2(before - shift)[:, None], (UNROLL, BLOCK_D))
+        factor = tl.math.exp2(m - shift)
+        o = o * factor[:, None]
+        w = tl.broadcast_to((w * factor)[:, None], (UNROLL, BLOCK_D))
+        for t in tl.static_range(UNROLL):
+            a_row = _row(a, index, t)
+            total_o = tl.fma(total_o, a_row, _row(o, index, t))
+            total_w = tl.fma(total_w, a_row, _row(w, index, t))
+        total_m = tl.max(after, 0)
+    result = divide(total_o, total_w).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64) * so_t + head.to(tl.int64) * so_h + d, result, mask=d < D)
+    tl.store(lse + row.to(tl.int64) * s_lse + head + d * 0, log_sum(total_m, total_w), mask=d == 0)

@@ -10,12 +10,13 @@ import triton.language as tl
 
 from rl_attn.triton_tiles import (
     add_keys,
+    divide,
     empty_state,
     find_sequence,
-    finish,
     first_column,
     fold,
     key_rows,
+    log_sum,
     weigh,
 )
 
@@ -92,7 +93,9 @@ def attn_fwd_kernel(
         w, o = add_keys(p, v_tile, w, o)
     total_m, total_w, total_o = fold(total_m, total_w, total_o, m, w, o)
 
-    result, row_lse = finish(total_m, first_column(total_w), total_o)
+    row_sum = first_column(total_w)
+    result = divide(total_o, row_sum[:, None])
+    row_lse = log_sum(total_m, row_sum)
     if PAGE != 0:
         # rows that needed a page outside the cache become NaN
         bad = tl.max(unknown.to(tl.int32), 0) != 0

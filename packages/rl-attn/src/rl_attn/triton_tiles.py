@@ -65,13 +65,15 @@ def fold(m, w, o, part_m, part_w, part_o):
 
 
 @triton.jit
-def finish(m, w, o):
-    """O / row sum and the natural LSE. A row without any weight gives 0 and -inf; w is one column ``[BLOCK_M]``."""
-    some = w != 0.0
-    denominator = tl.where(some, w, 1.0)
-    out = tl.div_rn(o, denominator[:, None])
-    lse = tl.where(some, (m + tl.math.log2(denominator)) * LN2, NEG_INF)
-    return out, lse
+def divide(o, w):
+    """O / row sum; ``w`` in a shape that fits O. A row without any weight gives 0."""
+    return tl.div_rn(o, tl.where(w != 0.0, w, 1.0))
+
+
+@triton.jit
+def log_sum(m, w):
+    """Natural LSE of (m, row sum), -inf for a row without any weight."""
+    return tl.where(w != 0.0, (m + tl.math.log2(tl.where(w != 0.0, w, 1.0))) * LN2, NEG_INF)
 
 
 @triton.jit
