@@ -1,5 +1,6 @@
 """Run directories: refused twice, summarised by integers, compared bit for bit, shown in one page."""
 
+import io
 import re
 
 import numpy as np
@@ -129,3 +130,18 @@ def test_progress_prints_plain_lines_where_there_is_no_terminal(tmp_path, capsys
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5
     assert "step 4/4  tokens 192  mismatches 0" in lines[-1]
+
+
+def test_progress_draws_a_bar_with_live_counts_on_a_terminal(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    run, stream = write_run(tmp_path / "run"), Terminal()
+    progress = Progress("strict", 4, stream)
+    progress.phase("rollout")
+    for record in run.steps("strict"):
+        progress.step(record)
+    progress.close()
+    assert "4/4" in stream.getvalue()
+    assert "tokens 192  mismatches 0" in stream.getvalue()
