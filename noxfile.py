@@ -67,10 +67,10 @@ def install_everything(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Five GRPO steps on both arms; ends with 0 only if the strict arm is equal bit for bit."""
     install_everything(session)
-    arguments = session.posargs or [*PARITY_RUN.split(), "--out", str(Path(session.create_tmp()) / "parity")]
+    out = ROOT / "runs" / "parity"
     if not session.posargs:
-        shutil.rmtree(arguments[-1], ignore_errors=True)
-    session.run("rl-parity", "run", *arguments)
+        shutil.rmtree(out, ignore_errors=True)
+    session.run("rl-parity", "run", *(session.posargs or [*PARITY_RUN.split(), "--out", str(out)]))
 
 
 @nox.session

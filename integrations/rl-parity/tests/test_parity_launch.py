@@ -1,6 +1,7 @@
 """Launchers: calls are answered in order, failures are named, nothing is left behind."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -76,3 +77,14 @@ def test_leaving_the_mark_ends_grandchildren_that_left_their_group(tmp_path, mon
 def test_an_unknown_launcher_is_refused(tmp_path):
     with pytest.raises(ContractError, match=r"slurm.*local, ray"):
         make_launcher("slurm", tmp_path)
+
+
+@pytest.mark.parametrize("where", ["inside the virtual environment", "long"])
+def test_ray_session_folder_is_short_and_outside_the_virtual_environment(where, tmp_path, monkeypatch):
+    # Ray refuses a folder inside the environment in a child's log only, and then waits for ever
+    ray_actors = pytest.importorskip("rl_parity.launch.ray_actors")
+    monkeypatch.setattr("tempfile.tempdir", sys.prefix if where.startswith("inside") else str(tmp_path))
+    folder = ray_actors._session_folder()
+    folder.rmdir()
+    assert not folder.is_relative_to(Path(sys.prefix).resolve())
+    assert len(str(folder)) < 36

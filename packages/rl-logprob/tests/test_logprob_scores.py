@@ -324,7 +324,10 @@ def test_contract_depends_on_its_settings():
         for change in ({}, {"vocab_size": 999}, {"vocab_tile": 256}, {"leaves": 4})
     }
     assert len(prints) == 4
-    for change, message in (({"arch": "sm90", "dtype": "float32"}, "dtype='float32'"), ({"dtype": "float16"}, "dtype='float16'")):
+    for change, message in (
+        ({"arch": "sm90", "dtype": "float32"}, "dtype='float32'"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+    ):
         with pytest.raises(ContractError, match=message):
             logprob(Settings(**{**base, **change}))
 

@@ -52,6 +52,18 @@ class RayWorker:
         return f"{self.name}: {what}\n--- last lines of {self.log} ---\n{tail(self.log)}"
 
 
+def _session_folder() -> Path:
+    """Where this instance keeps sockets and logs.
+
+    Ray never starts a worker, and never says so, where this folder lies inside the virtual environment; and the path
+    of a socket may have some 100 characters, of which Ray needs 70 itself.
+    """
+    base = Path(tempfile.gettempdir()).resolve()
+    if base.is_relative_to(Path(sys.prefix).resolve()) or len(str(base)) > 16:
+        base = Path("/tmp")
+    return Path(tempfile.mkdtemp(prefix="rlp-", dir=base))
+
+
 class RayLauncher:
     """Starts Ray on this machine and ends it with the run."""
 
@@ -64,6 +76,7 @@ class RayLauncher:
         # a private instance that ends with the run needs no token
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._session = _session_folder()
         # RAY_ADDRESS must not draw the run into a cluster that someone else owns
         ray.init(
             address="local",
@@ -72,6 +85,7 @@ class RayLauncher:
             object_store_memory=96 * 2**20,
             log_to_driver=False,
             configure_logging=False,
+            _temp_dir=str(self._session),
         )
         # Ray puts its own in place, which end the driver before it can end its workers
         if threading.current_thread() is threading.main_thread():
@@ -106,3 +120,4 @@ class RayLauncher:
             ray.kill(worker.actor)
         self._workers.clear()
         ray.shutdown()
+        shutil.rmtree(self._session, ignore_errors=True)
