@@ -1,7 +1,10 @@
 """Workers as Ray actors on a private, small Ray instance: no dashboard, no reserved CPUs, a tiny object store."""
 
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
