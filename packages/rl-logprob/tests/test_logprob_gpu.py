@@ -254,6 +254,20 @@ def test_adding_by_the_library_is_adding_the_chain(monkeypatch):
         pytest.skip("no certificate for this machine's library")
 
 
+def test_kept_logits_change_time_and_memory_only():
+    h, w, targets = make(300, 512, 20000, padded=lp.padded_vocab_size(20000))
+    g = torch.randn(2, 300, device="cuda")
+    kw = {"vocab_size": 20000, "temperature": 0.8, "g": g}
+    for leaves in (1, 8):
+        want = grads(h, w, targets, leaves=leaves, **kw)
+        for room in (4 * 300 * 20000, 4 * 300 * 9000, 4):
+            reset_launches()
+            got = grads(h, w, targets, leaves=leaves, keep_logits=room, **kw)
+            assert all(same(a, b) for a, b in zip(got, want))
+            kept = [r["count"] for r in launches() if r["plan"] == "kept"]
+            assert bool(kept) == (room > 4)
+
+
 def test_a_wrong_order_shows(monkeypatch):
     h, w, targets = make(300, 512, 20000, padded=lp.padded_vocab_size(20000))
     g = torch.randn(2, 300, device="cuda")

@@ -122,23 +122,54 @@ def stats_rows(tiles: int, entropy: bool) -> int:
     return max(128, STATS_BYTES // (tiles * (20 if entropy else 12)) // 128 * 128)
 
 
+Kept = dict[int, Tensor]
+
+
+def id_blocks(rows: int, real: int, leaf_rows: int) -> Iterator[slice]:
+    """Blocks of ids the gradient of hidden goes through: GPU_GRAD_BLOCK ids from the start of each leaf, padding left
+    out.
+    """
+    for begin in range(0, rows, leaf_rows):
+        end = min(begin + leaf_rows, real)
+        for part in range(begin, end, GPU_GRAD_BLOCK):
+            yield slice(part, min(part + GPU_GRAD_BLOCK, end))
+
+
 def stats(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, real: int, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """m fp32, s and u int64 [tiles, T] of the first ``real`` ids of this shard; whole tiles of padding are left out."""
+    hidden: Tensor, weight: Tensor, temperature: Tensor, real: int, entropy: bool, *, kept: Kept | None = None,
+    keep_bytes: int = 0, leaf_rows: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """m fp32, s and u int64 [tiles, T] of the first ``real`` ids of this shard; whole tiles of padding are left out.
+
+    ``kept`` receives the fp32 logits of as many blocks of ids, by first id, as ``keep_bytes`` hold.
+    """
     k = ready(hidden)
-    hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)[:real]
+    hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
     found = k.scores.new_stats(len(hidden), -(-real // GPU_TILE), entropy, hidden.device)
     if not found[0].numel():
         return found
+    done = 0
+    for ids in id_blocks(len(weight), real, leaf_rows) if kept is not None else ():
+        keep_bytes -= 4 * len(hidden) * (ids.stop - ids.start)
+        if kept is None or keep_bytes < 0:
+            break
+        kept[ids.start] = rl_gemm.linear(hidden, weight[ids], out_dtype=torch.float32)
+        k.scores.tile_stats(kept[ids.start], temperature, ids.stop - ids.start, found, ids.start // GPU_TILE)
+        done = ids.stop
+    if done:
+        record("triton_scores.tile_stats", "kept")
+    if done == real:
+        return found
     name, kernel = _choose("stats", hidden, weight)
     if kernel is not None:
-        k.head.launch(kernel, hidden, weight, temperature, 0, _processors(hidden.device.index or 0), stats=found)
+        processors = _processors(hidden.device.index or 0)
+        k.head.launch(kernel, hidden, weight[done:real], temperature, done // GPU_TILE, processors, stats=found)
         record("triton_head.stats", name)
         return found
-    for part in _slices(real, max(1, CHUNK_ELEMENTS // len(hidden) // 4096) * 4096):
-        logits = rl_gemm.linear(hidden, weight[part], out_dtype=torch.float32)
-        k.scores.tile_stats(logits, temperature, logits.shape[1], found, part.start // GPU_TILE)
+    for part in _slices(real - done, max(1, CHUNK_ELEMENTS // len(hidden) // 4096) * 4096):
+        ids = slice(done + part.start, done + part.stop)
+        logits = rl_gemm.linear(hidden, weight[ids], out_dtype=torch.float32)
+        k.scores.tile_stats(logits, temperature, logits.shape[1], found, ids.start // GPU_TILE)
         del logits
     record("triton_scores.tile_stats", name)
     return found
@@ -159,9 +190,12 @@ def target_logits(
 def grad_logits(
     hidden: Tensor, weight: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor,
     dentropy: Tensor,
-    first_id: int,
+    first_id: int, logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Gradient by the logits of hidden @ weight.T, ids from ``first_id``, rounded once to bf16 [T, C]."""
+    """Gradient by the logits of hidden @ weight.T, ids from ``first_id``, rounded once to bf16 [T, C].
+
+    ``logits``: the product where the forward kept it.
+    """
     k = ready(hidden)
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
     # rows start at multiples of 16 bytes, as the copy engine asks
@@ -169,14 +203,15 @@ def grad_logits(
     out = torch.empty((len(hidden), width), dtype=hidden.dtype, device=hidden.device)[:, : len(weight)]
     if not out.numel():
         return out
-    name, kernel = _choose("gradient", hidden, weight)
+    name, kernel = ("kept", None) if logits is not None else _choose("gradient", hidden, weight)
     if kernel is not None:
         given = {"state": state, "targets": targets, "dlogp": dlogp, "dentropy": dentropy}
         processors = _processors(hidden.device.index or 0)
         k.head.launch(kernel, hidden, weight, temperature, first_id, processors, gradient=given, out=out)
         record("triton_head.gradient", name)
         return out
-    logits = rl_gemm.linear(hidden, weight, out_dtype=torch.float32)
+    if logits is None:
+        logits = rl_gemm.linear(hidden, weight, out_dtype=torch.float32)
     k.scores.grad_logits(logits, temperature, state, targets, dlogp, dentropy, first_id, len(weight), out)
     record("triton_scores.grad_logits", name)
     return out
@@ -186,6 +221,7 @@ def backward(
     hidden: Tensor, weight: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor,
     dentropy: Tensor,
     *, first_id: int, real: int, leaf_rows: int, needs_hidden: bool, weight_grad: Tensor | None, add: bool,
+    kept: Kept,
 ) -> Tensor | None:  # fmt: skip
     """Gradients of one shard for at most GPU_TOKEN_BLOCK tokens: the root fp32 [T, H] of hidden's tree, or None.
 
@@ -201,11 +237,14 @@ def backward(
             # a leaf of padding only is +0
             new = torch.zeros if begin >= end else torch.empty
             root = new(hidden.shape, dtype=torch.float32, device=hidden.device)
-        for part in range(begin, end, GPU_GRAD_BLOCK):
-            ids = slice(part, min(part + GPU_GRAD_BLOCK, end))
-            dlogits = grad_logits(hidden, weight[ids], temperature, state, targets, dlogp, dentropy, first_id + part)
+        for block in id_blocks(leaf_rows, end - begin, leaf_rows):
+            ids = slice(begin + block.start, begin + block.stop)
+            dlogits = grad_logits(
+                hidden, weight[ids], temperature, state, targets, dlogp, dentropy, first_id + ids.start,
+                kept.pop(ids.start, None)
+            )  # fmt: skip
             if root is not None:
-                _chain_into(root, dlogits, weight[ids], "grad_input", first=part == begin)
+                _chain_into(root, dlogits, weight[ids], "grad_input", first=block.start == 0)
             if weight_grad is not None and add:
                 _chain_into(weight_grad[ids], dlogits.t(), hidden, "grad_weight", first=False)
             elif weight_grad is not None:

@@ -39,6 +39,7 @@ def linear_logprob(
     leaves: int = 1,
     return_entropy: Literal[False] = False,
     nonfinite: Nonfinite = "raise",
+    keep_logits: int = 0,
 ) -> Tensor: ...
 @overload
 def linear_logprob(
@@ -53,6 +54,7 @@ def linear_logprob(
     leaves: int = 1,
     return_entropy: Literal[True],
     nonfinite: Nonfinite = "raise",
+    keep_logits: int = 0,
 ) -> tuple[Tensor, Tensor]: ...
 def linear_logprob(
     hidden: Tensor,
@@ -66,6 +68,7 @@ def linear_logprob(
     leaves: int = 1,
     return_entropy: bool = False,
     nonfinite: Nonfinite = "raise",
+    keep_logits: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``log softmax(hidden @ weight.T / temperature)[target]``, the bits of ``selected_logprob`` at every world size.
 
@@ -81,6 +84,8 @@ def linear_logprob(
         return_entropy: also return the entropy of each row, in nats.
         nonfinite: ``"raise"``, which on a GPU waits for the device once, or ``"nan"``, which never does: a row that
             is not finite, or whose target or temperature lie on the GPU and are out of range, gets NaN.
+        keep_logits: bytes of GPU memory in which fp32 logits may wait for the backward, which computes the others
+            again; memory for time, never bits. A CPU keeps none.
 
     Returns:
         fp32 [T], nats; or (that, entropy fp32 [T]). Gradients flow from both to hidden and weight. That of weight is
@@ -101,9 +106,12 @@ def linear_logprob(
         gpu.check(hidden, weight, vocab_tile)
     temp = row_temperature(temperature, len(hidden), hidden.device)
     targets = targets.to(hidden.device, torch.int64)
+    if keep_logits < 0:
+        raise ContractError(f"keep_logits={keep_logits}; supported: a number of bytes, 0 to keep none")
     strict = nonfinite == "raise"
+    kept = keep_logits if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0
     logp, entropy = _LinearLogprob.apply(
-        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict
+        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, kept
     )
     return (logp, entropy) if return_entropy else logp
 
@@ -145,9 +153,12 @@ class _LinearLogprob(torch.autograd.Function):
         leaves: int,
         with_entropy: bool,
         strict: bool,
+        keep_logits: int,
     ) -> tuple[Tensor, Tensor]:
         if hidden.is_cuda:
-            x, state = linear_gpu.forward(hidden, weight, targets, temperature, comm, vocab_size, with_entropy)
+            x, state, ctx.logits = linear_gpu.forward(
+                hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits
+            )
         else:
             m, s, u, x = _local_stats(
                 hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy
@@ -178,9 +189,9 @@ class _LinearLogprob(torch.autograd.Function):
             grads = linear_gpu.backward(
                 hidden, weight, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous(), comm,
                 ctx.vocab_size,
-                ctx.leaves, needs_hidden, needs_weight,
+                ctx.leaves, needs_hidden, needs_weight, ctx.logits,
             )  # fmt: skip
-            return *grads, *[None] * 8
+            return *grads, *[None] * 9
         rows = weight.shape[0]
         real = _real_rows(rows, comm.rank, ctx.vocab_size)
         leaf_rows = rows * comm.world_size // ctx.leaves
@@ -209,7 +220,7 @@ class _LinearLogprob(torch.autograd.Function):
             roots.append(root)
         dhidden = comm.all_reduce(_tree(roots), out_dtype=hidden.dtype) if needs_hidden else None
         dweight = sink.result() if sink is not None else None
-        return dhidden, dweight, *[None] * 8
+        return dhidden, dweight, *[None] * 9
 
 
 class _WeightGradient:

@@ -19,19 +19,31 @@ def _real_rows(rows: int, rank: int, vocab_size: int) -> int:
 @torch.compiler.disable
 def forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
-    entropy: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x fp32 [T] of the targets, NaN for one outside the vocabulary, and state fp64 [T, 3]."""
+    entropy: bool, leaves: int = 1, keep_logits: int = 0,
+) -> tuple[Tensor, Tensor, list[gpu.Kept]]:  # fmt: skip
+    """x fp32 [T] of the targets, NaN for one outside the vocabulary; state fp64 [T, 3]; logits kept, by block of
+    tokens.
+    """
     scores = gpu.ready(hidden).scores
     rows = weight.shape[0]
     real = _real_rows(rows, comm.rank, vocab_size)
     x = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     state = torch.empty((len(hidden), 3), dtype=torch.float64, device=hidden.device)
-    step = gpu.stats_rows(rows // GPU_TILE, entropy)
+    # logits are kept for the blocks of tokens of the backward
+    step = GPU_TOKEN_BLOCK if keep_logits else gpu.stats_rows(rows // GPU_TILE, entropy)
+    logits: list[gpu.Kept] = []
     for begin in range(0, len(hidden), step):
         part = slice(begin, min(begin + step, len(hidden)))
         h, goal, temp = hidden[part], targets[part], _part(temperature, part)
-        found = gpu.stats(h, weight, temp, real, entropy)
+        if keep_logits:
+            logits.append({})
+            room = keep_logits * len(h) // len(hidden)
+            found = gpu.stats(
+                h, weight, temp, real, entropy, kept=logits[-1], keep_bytes=room,
+                leaf_rows=rows * comm.world_size // leaves
+            )  # fmt: skip
+        else:
+            found = gpu.stats(h, weight, temp, real, entropy)
         here = gpu.target_logits(h, weight, goal, temp, comm.rank * rows, real)
         if comm.world_size == 1:
             state[part] = scores.merge(*found)
@@ -39,7 +51,7 @@ def forward(
             here, state[part] = _exchange(here, found, comm, entropy)
         gpu.record("triton_scores.merge")
         x[part] = here
-    return torch.where((targets >= 0) & (targets < vocab_size), x, torch.nan), state
+    return torch.where((targets >= 0) & (targets < vocab_size), x, torch.nan), state, logits
 
 
 def _part(temperature: Tensor, part: slice) -> Tensor:
@@ -69,6 +81,7 @@ def backward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, state: Tensor, dlogp: Tensor,
     dentropy: Tensor,
     comm: Communicator, vocab_size: int, leaves: int, needs_hidden: bool, needs_weight: bool,
+    logits: list[gpu.Kept],
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of hidden and weight; that of weight is None where ``weight.main_grad`` took it."""
     rows = weight.shape[0]
@@ -82,17 +95,19 @@ def backward(
         add = len(blocks) > 1
         sink = torch.zeros_like(weight, dtype=torch.float32 if add else weight.dtype)
     dhidden = torch.empty_like(hidden) if needs_hidden else None
-    for begin in blocks:
+    for i, begin in enumerate(blocks):
         part = slice(begin, min(begin + GPU_TOKEN_BLOCK, len(hidden)))
         root = gpu.backward(
             hidden[part], weight, _part(temperature, part), state[part], targets[part], dlogp[part],
             dentropy[part] if dentropy.numel() else dentropy, first_id=comm.rank * rows,
             real=_real_rows(rows, comm.rank, vocab_size), leaf_rows=rows * comm.world_size // leaves,
             needs_hidden=needs_hidden,
-            weight_grad=sink, add=add,
+            weight_grad=sink, add=add, kept=logits[i] if logits else {},
         )  # fmt: skip
         if dhidden is not None and root is not None:
             dhidden[part] = comm.all_reduce(root, out_dtype=hidden.dtype)
+        # the next block's root takes its place
+        del root
     if sink is None or sink is main_grad:
         return dhidden, None
     return dhidden, sink.to(weight.dtype)
