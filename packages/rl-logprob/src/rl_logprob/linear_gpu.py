@@ -31,6 +31,9 @@ def forward(
     state = torch.empty((len(hidden), 3), dtype=torch.float64, device=hidden.device)
     # logits are kept for the blocks of tokens of the backward
     step = GPU_TOKEN_BLOCK if keep_logits else gpu.stats_rows(rows // GPU_TILE, entropy)
+    if len(hidden) > step and not keep_logits:
+        # slices of one size, since a short last one would leave processors idle
+        step = -(-len(hidden) // -(-len(hidden) // step) // 128) * 128
     logits: list[gpu.Kept] = []
     for begin in range(0, len(hidden), step):
         part = slice(begin, min(begin + step, len(hidden)))
