@@ -120,6 +120,7 @@ def attention_paged(
     key_tile: int = 64,
     segment: int = 512,
     family: str = "segments",
+    max_query_len: int | None = None,
     return_lse: bool = False,
     **variants: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +132,7 @@ def attention_paged(
         query_start_loc: int ``[requests + 1]``. seq_lens: int ``[requests]``, keys of each request (context plus its
             queries); the request's queries are its last positions.
         block_table: int ``[requests, pages]``; entries behind a request's length are never read.
+        max_query_len: a bound on the queries of a request, for the speed of the family ``nosplit`` alone.
         scale, key_tile, segment, family, return_lse, variants: as in ``attention_packed``.
 
     On a GPU the values of ``block_table`` and ``seq_lens`` are not looked at, so that nothing stops the stream: rows
@@ -161,7 +163,7 @@ def attention_paged(
             f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
         )
     if family == "nosplit":
-        out, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale))
+        out, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale), max_query_len)
         return (out, lse) if return_lse else out
     out, lse = ops.paged(q, cache.k, cache.v, query_start_loc, seq_lens, block_table, float(scale), key_tile, segment)
     return (out, lse) if return_lse else out

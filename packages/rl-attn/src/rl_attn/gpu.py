@@ -72,14 +72,19 @@ def _processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def options(row: plans.Row) -> dict[str, Any]:
+def options(row: plans.Row, key_tile: int = 64) -> dict[str, Any]:
     """Compiler options of a launch. Contraction is off; on CDNA the two switches that regroup sums are pinned."""
-    found: dict[str, Any] = {"num_warps": row.warps, "num_stages": row.stages, "enable_fp_fusion": False}
+    found: dict[str, Any] = {"num_warps": row.warps, "num_stages": stages_for(row, key_tile), "enable_fp_fusion": False}
     if torch.version.hip is not None:
         found |= {"kpack": 1, "matrix_instr_nonkdim": 16}
     elif row.max_registers:
         found["maxnreg"] = row.max_registers
     return found
+
+
+def stages_for(row: plans.Row, key_tile: int) -> int:
+    """Plans are made for key tiles of 64; wider ones take the same room with fewer in flight."""
+    return max(1, row.stages * 64 // max(64, key_tile))
 
 
 def record(boundary: str, kernel: str, plan: str = "-", layout: str = "-") -> None:
@@ -184,7 +189,7 @@ def paged(
         record("attention", "rl_attn.triton_decode", plan, "paged")
     # where every sequence is short the walk has nothing to do, but only the device knows
     if short < tokens:
-        row = own.choose("forward", head_dim, tokens * group // max(1, sequences))
+        row = own.choose("paged", head_dim, tokens * group // max(1, sequences))
         _walk(
             row, q, k_cache, v_cache, strides, kv_heads, query_start_loc, query_start_loc, seq_lens, seq_lens,
             block_table, blocks, page, short, scale, key_tile, segment, out_dtype, out, lse,
@@ -211,7 +216,7 @@ def _walk(
         q, k, v, out, lse, cu_q, cu_k, seq_lens, positions, table, exponent_factor(scale), sequences, blocks,
         q.stride(0), q.stride(1), *strides, out.stride(0), out.stride(1), lse.stride(0), table.stride(0) if page else 0,
         GROUP=group, D=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=block_m, KEY_TILE=key_tile, SEGMENT=segment,
-        PAGE=page, SHORT=short, **options(row),
+        PAGE=page, SHORT=short, **options(row, key_tile),
     )  # fmt: skip
     return out, lse
 
@@ -243,7 +248,8 @@ def _walk_specialised(
     hopper.attn_fwd_sm90_kernel[grid](
         q, hopper.rows_descriptor(k, key_tile), hopper.rows_descriptor(v, key_tile), out, lse, cu_q, cu_k, positions,
         exponent_factor(scale), sequences, q.stride(0), q.stride(1), k.stride(1), v.stride(1), out.stride(0),
-        out.stride(1), lse.stride(0), GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=row.stages,
+        out.stride(1), lse.stride(0), GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment,
+        STAGES=stages_for(row, key_tile),
         num_warps=4, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse
@@ -269,12 +275,13 @@ def _segments(
         q, k, v, part_m[0], part_m[1], part_o, cu_q, seq_lens, table, exponent_factor(scale), sequences, kv_heads,
         blocks, q.stride(0), q.stride(1), *strides, table.stride(0),
         GROUP=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=_shape(row, group), KEY_TILE=key_tile, SEGMENT=segment,
-        PAGE=page, SHORT=short, B=padded, STAGES=row.stages, **options(row),
+        PAGE=page, SHORT=short, B=padded, STAGES=stages_for(row, key_tile),
+        **options(row, key_tile),
     )  # fmt: skip
     decode.attn_fold_kernel[(tokens, heads)](
         part_m[0], part_m[1], part_o, out, lse, cu_q, seq_lens, sequences, heads, out.stride(0), out.stride(1),
         lse.stride(0), D=head_dim, BLOCK_D=block_d, SEGMENT=segment, SHORT=short, B=padded, UNROLL=fold_row.unroll,
-        **options(fold_row),
+        STAGES=fold_row.stages,        **options(fold_row),
     )  # fmt: skip
 
 

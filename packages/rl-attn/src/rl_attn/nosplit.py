@@ -167,19 +167,19 @@ library_packed.register_autograd(_backward, setup_context=_context)
 @torch.library.custom_op("rl_attn::library_paged", mutates_args=(), device_types="cuda")
 def library_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor,
-    scale: float,
+    most_rows: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Keys on pages; out as q, lse fp32 [Tq, Hq]. The library follows page ids without looking at them."""
     k, v = k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3)
     most = block_table.shape[1] * k_cache.shape[2]
     return _forward(
-        gpu.unit_last(q), k, v, _int32(query_start_loc), q.shape[0], most, scale, None, _int32(seq_lens),
+        gpu.unit_last(q), k, v, _int32(query_start_loc), most_rows, most, scale, None, _int32(seq_lens),
         _int32(block_table), "paged",
     )  # fmt: skip
 
 
 @library_paged.register_fake
-def _(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale):
+def _(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, most_rows, scale):
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32).t()
 
 
@@ -189,9 +189,18 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, position
     return library_packed(q, k, v, cu_q, cu_k, positions, q.shape[0], k.shape[0], scale)
 
 
-def paged(q: Tensor, cache: PagedKV, starts: Tensor, seq_lens: Tensor, table: Tensor, scale: float) -> Any:
+def paged(
+    q: Tensor,
+    cache: PagedKV,
+    starts: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    scale: float,
+    most_rows: int | None = None,
+) -> Any:
+    """``library_paged``; ``most_rows`` bounds the queries of a request, all rows of the call where nobody knows."""
     require_gpu("attention_paged", q)
-    return library_paged(q, cache.k, cache.v, starts, seq_lens, table, scale)
+    return library_paged(q, cache.k, cache.v, starts, seq_lens, table, most_rows or q.shape[0], scale)
 
 
 def require_gpu(where: str, q: Tensor) -> None:

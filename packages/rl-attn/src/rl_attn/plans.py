@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_contract import ContractError
 
-KERNELS = ("forward", "segments", "fold", "grad_queries", "grad_keys")
+KERNELS = ("forward", "paged", "segments", "fold", "grad_queries", "grad_keys")
 FORBIDDEN = (
     "key_tile", "segment", "kpack", "matrix_instr_nonkdim", "input_precision", "allow_tf32", "max_num_imprecise_acc",
     "enable_fp_fusion", "fp_fusion", "acc_dtype", "num_splits",

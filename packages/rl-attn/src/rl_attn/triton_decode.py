@@ -117,7 +117,7 @@ def _row(x, index, t: tl.constexpr):
 def attn_fold_kernel(
     part_m, part_w, part_o, out, lse, cu_q, seq_lens, sequences, heads, so_t, so_h, s_lse,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr, SHORT: tl.constexpr, B: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (query rows, heads): one row's segments, folded in ascending order; UNROLL partial states in flight."""
     row = tl.program_id(0)
@@ -138,7 +138,7 @@ def attn_fold_kernel(
     total_m = float("-inf")
     total_w = tl.zeros((BLOCK_D,), tl.float32)  # every column holds the row sum
     total_o = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, count, UNROLL):
+    for start in tl.range(0, count, UNROLL, num_stages=STAGES):
         number = start + i
         live = number < count
         at = (slot + number * q_len).to(tl.int64) * heads + head

@@ -121,6 +121,7 @@ def _attend(
         o_next = warpgroup_mma(left, v_tiles.index(last), o, is_async=True)
         w_next = warpgroup_mma(left_sum, ones.permute((1, 0)), w, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s_next,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
         first = j * KEY_TILE
         if first + KEY_TILE > all_see:
             s = gl.where(gl.expand_dims(first + key, 0) <= gl.expand_dims(position, 1), s, NEG_INF)
@@ -129,7 +130,6 @@ def _attend(
         # without a wait of another kind here, and p passing through, the exponentials would be moved behind the adding
         mbarrier.wait(k_ready.index((j + 1) % STAGES), ((j + 1) // STAGES) & 1, pred=j + 1 < tiles)
         o, w, left, left_sum, p = warpgroup_mma_wait(0, deps=(o_next, w_next, left, left_sum, p))
-        mbarrier.arrive(k_empty.index(slot), count=1)
         mbarrier.arrive(v_empty.index(last), count=1)
         o = o * _columns(alpha, layout_o)
         w = w * _columns(alpha, layout_w)

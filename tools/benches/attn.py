@@ -1,0 +1,232 @@
+"""Attention: the strict kernels beside FlashAttention 3 (vLLM's build) and cuDNN, in turn and in one process.
+
+32 query and 8 kv heads of 128, bf16, causal. Decode and chunks read a paged cache of page size 16 in shuffled order.
+"fa3" is the library with its own split heuristic, "fa3 nosplit" the same with one split, which is what the family
+``nosplit`` serves. A ratio is peer time over strict time. GB/s count the keys and values once.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from benches import timing
+
+HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+SCALE = DIM**-0.5
+TILES = {"key_tile": 64, "segment": 512}
+LIBRARY = Path("/tmp/_vllm_fa3_C.abi3.so")  # where the bench machine has the library without its wheel
+DECODE = (
+    (1, 131072), (1, 16384), (16, 8192), (64, 8192), (256, 4096), (1, 65536), (4, 65536), (16, 32768), (64, 32768),
+    (1, 4096), (16, 1024), (64, 1024), (256, 1024), (4, 16384), (128, 8192), (1, 1024),
+)  # fmt: skip
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """What is measured, most wanted first."""
+    for tokens in (8192, 16384, 4096):
+        yield {"op": "prefill", "tokens": tokens}
+    for tokens in (8192, 4096):
+        yield {"op": "forward+backward", "tokens": tokens}
+    for batch, keys in DECODE[:5]:
+        yield {"op": "decode", "batch": batch, "keys": keys}
+    yield {"op": "chunk", "tokens": 2048, "keys": 8192, "mates": 64, "mate_keys": 4096}
+    for tokens in (2048, 32768, 1024):
+        yield {"op": "prefill", "tokens": tokens}
+    for batch, keys in DECODE[5:]:
+        yield {"op": "decode", "batch": batch, "keys": keys}
+    for tokens in (16384, 2048):
+        yield {"op": "forward+backward", "tokens": tokens}
+    yield {"op": "chunk", "tokens": 512, "keys": 32768, "mates": 0, "mate_keys": 0}
+
+
+def _library() -> Callable[..., Any] | None:
+    from rl_attn import nosplit
+    from rl_contract import MissingSupport
+
+    if LIBRARY.is_file():
+        nosplit.use_file(LIBRARY)
+    try:
+        return nosplit._load("sm90")
+    except MissingSupport as error:
+        print(f"attn: no FlashAttention 3 beside it: {error}", flush=True)
+        return None
+
+
+def _fa3(
+    fwd: Callable[..., Any], q: Any, k: Any, v: Any, starts: Any, rows: int, keys: int, splits: int, out: Any,
+    key_starts: Any = None, used: Any = None, table: Any = None,
+) -> Any:  # fmt: skip
+    return fwd(
+        q, k, v, None, None, None, out, starts, key_starts, None, None, used, rows, keys, table, None, None, None, None,
+        None, None, None, None, SCALE, True, -1, -1, 0.0, True, None, splits, None, 0, None, 1, 0, None,
+    )  # fmt: skip
+
+
+def _randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _packed_calls(tokens: int, fwd: Any, backward: bool) -> dict[str, Callable[[int], object]]:
+    from rl_attn import gpu
+    from rl_attn.ops_backward import positions_of_all_keys
+
+    q, k, v = _randn(tokens, HEADS, DIM), _randn(tokens, KV_HEADS, DIM), _randn(tokens, KV_HEADS, DIM)
+    cu = torch.tensor([0, tokens], device="cuda")
+    cu32, at = cu.int(), positions_of_all_keys(cu, tokens)
+    grad, out = _randn(tokens, HEADS, DIM), torch.empty_like(q)
+    q4, k4, v4 = (x.transpose(0, 1)[None].detach().requires_grad_(backward) for x in (q, k, v))
+    grad4 = grad.transpose(0, 1)[None]
+
+    def strict(_: int) -> object:
+        o, lse = gpu.packed(q, k, v, cu, cu, at, SCALE, *TILES.values())
+        if not backward:
+            return o
+        delta = gpu.row_delta(grad, o)
+        return (
+            gpu.grad_queries(grad, q, k, v, lse, delta, cu, cu, at, SCALE),
+            gpu.grad_keys(grad, q, k, v, lse, delta, cu, cu, at, at, SCALE),
+        )
+
+    def cudnn(_: int) -> object:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(o, (q4, k4, v4), grad4) if backward else o
+
+    calls = {"strict": strict, "cudnn": cudnn}
+    if fwd and not backward:
+        calls["fa3"] = lambda _: _fa3(fwd, q, k, v, cu32, tokens, tokens, 0, out, key_starts=cu32)
+        from rl_attn import nosplit
+
+        calls["strict nosplit"] = lambda _: nosplit.packed(q, k, v, cu32, cu32, at, SCALE)
+    return calls
+
+
+def _cache(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    pages = [-(-n // PAGE) for n in lengths]
+    blocks = sum(pages)
+    cache = torch.empty(2, blocks, PAGE, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16).normal_()
+    ids = torch.randperm(blocks, device="cuda").int()
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32, device="cuda")
+    taken = 0
+    for n, count in enumerate(pages):
+        table[n, :count] = ids[taken : taken + count]
+        taken += count
+    return cache[0], cache[1], table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+
+def _paged_calls(rows: list[int], lengths: list[int], fwd: Any) -> dict[str, Callable[[int], object]]:
+    """``rows`` queries of each request, whose keys number ``lengths``."""
+    from rl_attn import PagedKV, gpu, nosplit
+
+    k, v, table, used = _cache(lengths)
+    starts = torch.tensor([0, *rows], device="cuda").cumsum(0).int()
+    q = _randn(sum(rows), HEADS, DIM)
+    out = torch.empty_like(q)
+    ours = k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)
+    calls: dict[str, Callable[[int], object]] = {
+        "strict": lambda _: gpu.paged(q, *ours, starts, used, table, SCALE, *TILES.values())
+    }
+    if fwd:
+        most = max(lengths)
+        for name, splits in (("fa3", 0), ("fa3 nosplit", 1)):
+            calls[name] = lambda _, s=splits: _fa3(
+                fwd, q, k, v, starts, max(rows), most, s, out, used=used, table=table
+            )
+        calls["strict nosplit"] = lambda _: nosplit.paged(q, PagedKV(*ours), starts, used, table, SCALE, max(rows))
+    return calls
+
+
+def _calls(case: dict[str, Any], fwd: Any) -> dict[str, Callable[[int], object]]:
+    op = case["op"]
+    if op == "decode":
+        return _paged_calls([1] * case["batch"], [case["keys"]] * case["batch"], fwd)
+    if op == "chunk":
+        mates = case["mates"]
+        return _paged_calls([case["tokens"]] + [1] * mates, [case["keys"]] + [case["mate_keys"]] * mates, fwd)
+    return _packed_calls(case["tokens"], fwd, op != "prefill")
+
+
+def _work(case: dict[str, Any], us: float) -> dict[str, float]:
+    """TFLOP/s of the causal products, or GB/s of the keys and values."""
+    if case["op"] in ("prefill", "forward+backward"):
+        flops = 2.0 * case["tokens"] ** 2 * HEADS * DIM
+        return {"tflops": round((3.5 if case["op"] != "prefill" else 1) * flops / us / 1e6, 1)}
+    keys = case["batch"] * case["keys"] if case["op"] == "decode" else case["keys"] + case["mates"] * case["mate_keys"]
+    return {"gb_per_s": round(4.0 * keys * KV_HEADS * DIM / us / 1e3, 1)}
+
+
+def _name(case: dict[str, Any]) -> str:
+    """M is the axis of the picture: tokens, or keys of a decode."""
+    if case["op"] == "decode":
+        return f"decode batch {case['batch']} M={case['keys']}"
+    if case["op"] == "chunk":
+        return f"chunk at {case['keys']} keys, {case['mates']} decodes of {case['mate_keys']} M={case['tokens']}"
+    return f"{case['op']} M={case['tokens']}"
+
+
+def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    from rl_contract import launches, reset_launches
+
+    began, rows = time.monotonic(), []
+    fwd = _library()
+    for case in cases():
+        if time.monotonic() - began > budget:
+            print("attn: out of time before", _name(case), flush=True)
+            break
+        try:
+            calls = _calls(case, fwd)
+            reset_launches()
+            calls["strict"](0)
+            plan = ", ".join(f"{x['kernel']} {x['plan']}" for x in launches())
+            times = timing.time_calls(calls, span_ms=2.0, rounds=5)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            print("attn:", _name(case), repr(error)[:200], flush=True)
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        for family, ours in (("segments", "strict"), ("nosplit", "strict nosplit")):
+            for peer in ("fa3", "fa3 nosplit", "cudnn"):
+                if ours in times and peer in times:
+                    head = case | {
+                        "case": f"{family}: {_name(case)}",
+                        "shape": [case["keys"] if case["op"] == "decode" else case["tokens"]],
+                        "family": family,
+                        "plan": plan if family == "segments" else "",
+                        "strict_us": round(times[ours], 2),
+                        "peer": peer,
+                        "peer_us": round(times[peer], 2),
+                    }
+                    rows.append(head | {"ratio": round(times[peer] / times[ours], 3), **_work(case, times[ours])})
+        print(_name(case), {k: round(v, 1) for k, v in times.items()}, flush=True)
+    return rows, summary(rows)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The worst cell of each target."""
+
+    def worst(family: str, op: str, peer: str, keep: Callable[[dict[str, Any]], bool] = lambda r: True) -> Any:
+        cells = [r["ratio"] for r in rows if (r["family"], r["op"], r["peer"]) == (family, op, peer) and keep(r)]
+        return min(cells, default=None)
+
+    decodes = [r for r in rows if r["op"] == "decode" and r["family"] == "segments"]
+    large = [r["gb_per_s"] for r in decodes if 4 * r["batch"] * r["keys"] * KV_HEADS * DIM >= 256e6]
+    return {
+        "segments: prefill from 4096 tokens against fa3 >= 0.75": worst(
+            "segments", "prefill", "fa3", lambda r: r["tokens"] >= 4096
+        ),
+        "segments: prefill from 4096 tokens against cudnn >= 0.75": worst(
+            "segments", "prefill", "cudnn", lambda r: r["tokens"] >= 4096
+        ),
+        "segments: decode reading 256 MB and more, GB/s >= 3400": min(large, default=None),
+        "segments: decode batch 1 from 16k keys against fa3 >= 1.0": worst(
+            "segments", "decode", "fa3", lambda r: r["batch"] == 1 and r["keys"] >= 16384
+        ),
+        "segments: forward+backward against cudnn >= 0.65": worst("segments", "forward+backward", "cudnn"),
+        "nosplit: prefill against fa3 >= 0.97": worst("nosplit", "prefill", "fa3"),
+        "nosplit: decode batch >= 16 against fa3 >= 0.97": worst(
+            "nosplit", "decode", "fa3", lambda r: r["batch"] >= 16
+        ),
+    }
