@@ -42,13 +42,13 @@ def _cases():
     shape = {"GROUP": 4, "D": 128, "BLOCK_D": 128}
     tile = {"KEY_TILE": 64, "SEGMENT": 512}
     return {
-        "forward": (triton_forward.attn_fwd_kernel, shape | tile | {"PAGE": 16, "SHORT": 0}, ("block_m",)),
+        "paged": (triton_forward.attn_fwd_kernel, shape | tile | {"PAGE": 16, "SHORT": 0}, ("block_m",)),
         "segments": (
             triton_decode.attn_segments_kernel, shape | tile | {"PAGE": 16, "SHORT": 1, "B": 16}, ("block_m", "stages"),
         ),
         "fold": (
             triton_decode.attn_fold_kernel, {"D": 128, "BLOCK_D": 128, "SEGMENT": 512, "SHORT": 1, "B": 16},
-            ("unroll",),
+            ("unroll", "stages"),
         ),
         "grad_queries": (triton_backward.attn_grad_queries_kernel, shape, ("block_m", "block_n")),
         "grad_keys": (triton_backward.attn_grad_keys_kernel, shape, ("block_m", "block_n")),
@@ -59,11 +59,11 @@ def _cases():
 ALLOWED_SPILLS: dict[tuple[str, str], int] = {}
 
 
-@pytest.mark.parametrize("kernel", ["forward", "segments", "fold", "grad_queries", "grad_keys"])
+@pytest.mark.parametrize("kernel", ["paged", "segments", "fold", "grad_queries", "grad_keys"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_shipped_plan_compiles_without_spills(arch, kernel):
     function, constants, fields = _cases()[kernel]
-    row = plans.shipped(arch).choose(kernel, 128)
+    row = plans.shipped(arch).choose(kernel, 128, 4096)
     names = {"block_m": "BLOCK_M", "block_n": "BLOCK_N", "unroll": "UNROLL", "stages": "STAGES"}
     constants = constants | {names[f]: getattr(row, f) for f in fields}
     assembly = _compile(function, constants, row, arch).asm["amdgcn"]
@@ -74,8 +74,8 @@ def test_shipped_plan_compiles_without_spills(arch, kernel):
 
 
 def test_sm90_uses_its_matrix_unit_and_one_exp2():
-    function, constants, _ = _cases()["forward"]
-    row = plans.shipped("sm90").choose("forward", 128)
+    function, constants, _ = _cases()["paged"]
+    row = plans.shipped("sm90").choose("paged", 128, 4096)
     ptx = _compile(function, constants | {"BLOCK_M": row.block_m}, row, "sm90").asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "ex2.approx.ftz.f32" in ptx
