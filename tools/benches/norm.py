@@ -66,9 +66,10 @@ def _cases(m: int, vllm: Any | None) -> dict[str, tuple[int, dict[str, Callable[
     }
     if vllm is not None:
         cases["rms_norm"][1]["vllm"] = lambda i: vllm.rms_norm(y[i % 2], x[i], weight, 1e-6)
-        # vLLM's fused kernel overwrites both operands, so it gets its own; its time does not depend on values
+        # vLLM's fused kernel overwrites both operands, so it gets buffers of its own; values do not change its time
         own = [t.clone() for t in x]
-        cases["add_rms_norm"][1]["vllm"] = lambda i: vllm.fused_add_rms_norm(own[i], own[(i + 1) % count], weight, 1e-6)
+        fused = vllm.fused_add_rms_norm
+        cases["add_rms_norm"][1]["vllm"] = lambda i: fused(own[i], own[(i + 1) % count], weight, 1e-6)
         cases["q/k norm"][1]["vllm"] = lambda i: vllm.rms_norm(qk_out, qk[i], qk_weight, 1e-6)
         cases["swiglu"][1]["vllm"] = lambda i: vllm.silu_and_mul(act, gate_up[i])
     return cases
