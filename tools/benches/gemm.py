@@ -8,6 +8,7 @@ process times it.
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -88,9 +89,11 @@ def _plan(case: dict[str, Any], call: Callable[[int], object]) -> str:
     return "; ".join(f"{r['kernel'].removeprefix('rl_gemm.')} {r['plan']}" for r in launches())
 
 
-def _measure(budget: float, only: str | None = None) -> list[dict[str, Any]]:
+def _measure(budget: float, only: str | None = None, match: str = "") -> list[dict[str, Any]]:
     started, found = time.time(), []
     for case in cases():
+        if not re.search(match, _name(case)):
+            continue
         if time.time() - started > budget:
             print(f"gemm: budget reached after {len(found)} cases", flush=True)
             break
@@ -119,11 +122,21 @@ def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             invariant[_key(case)] = case["times"]["cublas"]
     else:
         print("gemm: the batch-invariant peer failed:", child.stderr[-500:], flush=True)
+    rows = _rows(measured, invariant)
+    return rows, summary(rows)
+
+
+def again(budget: float, match: str) -> list[dict[str, Any]]:
+    """Rows of the matching cases, beside cuBLAS."""
+    return _rows(_measure(budget, match=match), {})
+
+
+def _rows(measured: list[dict[str, Any]], invariant: dict[str, float]) -> list[dict[str, Any]]:
     rows = []
     for case in measured:
         strict = case["times"]["strict"]
         head = {
-            "case": f"{case['group']} {case['layer']} {case['op']} M={case['m']}",
+            "case": _name(case),
             "shape": [case["m"], case["n"], case["k"]],
             "op": case["op"],
             "layer": case["layer"],
@@ -135,7 +148,11 @@ def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         for peer, us in peers.items():
             if us is not None:
                 rows.append(head | {"peer": peer, "peer_us": round(us, 2), "ratio": round(us / strict, 3)})
-    return rows, summary(rows)
+    return rows
+
+
+def _name(case: dict[str, Any]) -> str:
+    return f"{case['group']} {case['layer']} {case['op']} M={case['m']}"
 
 
 def _key(case: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ sub-trees wait: the two lowest levels in registers, the others in shared memory,
 nor a trip to the L2.
 """
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -79,7 +80,7 @@ def _load_tiles(
 
 @gluon.jit
 def _multiply_tiles(
-    a_ring, b_ring, full, empty, stash, out, bias, M, N, K, stride_om,
+    a_ring, b_ring, full, empty, stash, out_desc, bias, M, N, K,
     GROUP_M: gl.constexpr, LEAVES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, HAS_BIAS: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -127,22 +128,28 @@ def _multiply_tiles(
                         node = held1 + node
                         if LEAVES > 4:
                             if leaf % 8 == 3:
+                                # the last tile's output may still be on its way out of here
+                                tma.store_wait(pendings=0)
                                 stash.store(node)
                             else:
                                 node = stash.load(acc_layout) + node
             root = node
         tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
-        rows = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout))
-        columns = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc_layout))
         if HAS_BIAS:
+            columns = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc_layout))
             root = root + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        ptrs = out + rows.to(gl.int64)[:, None] * stride_om + columns[None, :]
-        gl.store(ptrs, root.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+        # the stash is free by now; the copy engine takes the tile from there while the next one is multiplied
+        staged = stash._reinterpret(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
+        tma.store_wait(pendings=0)
+        staged.store(root.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [tile_m * BLOCK_M, tile_n * BLOCK_N], staged)
+    tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def gemm_tree_kernel(
-    a_desc, b_desc, out, bias, M, N, K, stride_om,
+    a_desc, b_desc, out_desc, bias, M, N, K,
     GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
     HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     WARPS: gl.constexpr,
@@ -152,16 +159,18 @@ def gemm_tree_kernel(
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stash_rows: gl.constexpr = BLOCK_M if LEAVES > 4 else 8
     stash_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    stash = gl.allocate_shared_memory(gl.float32, [stash_rows, BLOCK_N], stash_layout)
+    if LEAVES > 4:
+        stash = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], stash_layout)
+    else:
+        stash = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply_tiles, (a_ring, b_ring, full, empty, stash, out, bias, M, N, K, stride_om,
+            (_multiply_tiles, (a_ring, b_ring, full, empty, stash, out_desc, bias, M, N, K,
                                GROUP_M, LEAVES, A_T, B_T, HAS_BIAS, STAGES, BLOCK_M, BLOCK_N, BLOCK_K, WARPS)),
             (_load_tiles, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K,
                            GROUP_M, LEAVES, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)),
@@ -177,6 +186,12 @@ def _descriptor(x: Tensor, transposed: bool, block_row: int) -> TensorDescriptor
     return TensorDescriptor.from_tensor(x.t() if transposed else x, shape, layout)
 
 
+def _out_descriptor(out: Tensor) -> TensorDescriptor:
+    kind = gl.float32 if out.dtype == torch.float32 else gl.bfloat16
+    shape = [BLOCK_M, BLOCK_N]
+    return TensorDescriptor.from_tensor(out, shape, gl.NVMMASharedLayout.get_default_for(shape, kind))
+
+
 def launch(
     a: Tensor,
     b: Tensor,
@@ -189,11 +204,14 @@ def launch(
     processors: int,
 ) -> None:
     """a [M, K], b [N, K] -> out [M, N]; K a multiple of 64 * leaves * fused; 2, 4 or 8 leaves."""
+    if out.dtype == torch.float32 and leaves <= 4:
+        # an fp32 output tile takes the room of one stage more than a bf16 one
+        stages = min(stages, 5)
     (m, k), n = a.shape, b.shape[0]
     tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N)
     a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
     gemm_tree_kernel[(min(processors, tiles),)](
-        _descriptor(a, a_t, BLOCK_M), _descriptor(b, b_t, BLOCK_N), out, bias, m, n, k, out.stride(0),
+        _descriptor(a, a_t, BLOCK_M), _descriptor(b, b_t, BLOCK_N), _out_descriptor(out), bias, m, n, k,
         GROUP_M=group_m, LEAVES=leaves, FUSED=fused, A_T=a_t, B_T=b_t, HAS_BIAS=bias is not None, STAGES=stages,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, WARPS=WARPS, num_warps=WARPS,
     )  # fmt: skip

@@ -208,8 +208,9 @@ def _fits(kernel: plans.Kernel, a: Tensor, b: Tensor, leaf_k: int, fused: int) -
     possible = torch.version.hip is None and whole and _copy_engine_may(a) and _copy_engine_may(b)
     if kernel.kind != "hopper":
         return possible
-    leaves = a.shape[1] // leaf_k
-    return possible and leaves in (2, 4, 8) and leaf_k % kernel.block_k == 0 and _gluon() is not None
+    leaves, whole_rows = a.shape[1] // leaf_k, b.shape[0] % 8 == 0
+    fits = leaves in (2, 4, 8) and leaf_k % kernel.block_k == 0 and whole_rows
+    return possible and fits and _gluon() is not None
 
 
 def _launch(
