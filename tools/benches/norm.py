@@ -77,9 +77,9 @@ def _cases(m: int, vllm: Any | None) -> dict[str, tuple[int, dict[str, Callable[
 
 def _copy(total: int) -> tuple[Callable[[int], object], int]:
     """A copy that moves ``total`` bytes, reading and writing half each."""
-    size = max(256, total // 2)
-    count = max(2, timing.copies(size))
-    pool = [torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda") for _ in range(count)]
+    size = max(64, total // 8)
+    count = max(2, timing.copies(4 * size))
+    pool = [torch.randint(0, 255, (size,), dtype=torch.int32, device="cuda") for _ in range(count)]
     out = [torch.empty_like(pool[0]) for _ in range(2)]
     return (lambda i: out[i % 2].copy_(pool[i % count])), count
 
