@@ -17,6 +17,7 @@ from rl_gemm import plans, vendor
 from rl_gemm.contract import GPU_TOKEN_BLOCK, MATRIX_STEP
 
 _MAX_LEAVES = 16
+_GLUON_TRITON = "3.6."
 _SLICE = 8192  # rows of one library call; certificates reach this far
 
 
@@ -33,11 +34,14 @@ def _triton() -> Any:
 
 @cache
 def _gluon() -> Any | None:
-    """The Gluon kernel, or None where this Triton has no Gluon for Hopper: another kernel of the plan then runs."""
-    try:
-        from rl_gemm import gluon_tree
-    except (ImportError, AttributeError):
+    """The Gluon kernel, or None under another Triton than it was tested with: another kernel of the plan then runs."""
+    import triton
+
+    # Gluon is experimental and its names change between releases
+    if not triton.__version__.startswith(_GLUON_TRITON):
         return None
+    from rl_gemm import gluon_tree
+
     return gluon_tree
 
 
