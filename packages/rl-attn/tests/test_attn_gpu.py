@@ -83,7 +83,7 @@ def expected(batch):
 @pytest.fixture(autouse=True)
 def _own_plans():
     yield
-    plans._own.clear()
+    plans.plan_files.own.clear()
 
 
 def use(**row):

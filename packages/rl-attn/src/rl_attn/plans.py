@@ -4,15 +4,12 @@ A plan can only choose among things that leave the bits alone. Key tile, segment
 matrix unit are no fields of a plan, and a file that asks for one is rejected by name.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
+from rl_contract.plans import PlanFiles, refuse_fields
 
 KERNELS = ("forward", "paged", "segments", "fold", "grad_queries", "grad_keys")
 FORBIDDEN = (
@@ -84,44 +81,15 @@ class Plans:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "plan file") -> "Plans":
-        _refuse(set(data) - {"arch", "rows"}, {"arch", "rows"}, where)
+        refuse_fields(data, {"arch", "rows"}, FORBIDDEN, where)
         known = {f.name for f in fields(Row)}
         for row in data["rows"]:
-            _refuse(set(row) - known, known, where)
+            refuse_fields(row, known, FORBIDDEN, where)
         return cls(arch=data["arch"], rows=tuple(Row(**row) for row in data["rows"]))
 
 
-def _refuse(unknown: set[str], known: set[str], where: str) -> None:
-    bad = sorted(unknown & set(FORBIDDEN))
-    if bad:
-        raise ContractError(
-            f"{where} asks to change {bad}, which decides the bits; a plan may set {sorted(known)} only"
-        )
-    if unknown:
-        raise ContractError(f"{where} has unknown fields {sorted(unknown)}; supported: {sorted(known)}")
-
-
-def read(path: Path) -> Plans:
-    return Plans.from_dict(json.loads(path.read_text()), path.name)
-
-
-@cache
-def shipped(arch: str) -> Plans:
-    """The plan file of ``arch`` that comes with the package; ``generic`` where the arch has none of its own."""
-    room = files("rl_attn") / "plans"
-    path = room / f"{arch}.json"
-    if not path.is_file():
-        path = room / "generic.json"
-    return Plans.from_dict(json.loads(path.read_text()), path.name)
-
-
-_own: dict[str, Plans] = {}
-
-
-def use(plans: Plans) -> None:
-    """Replace the shipped file of ``plans.arch`` in this process."""
-    _own[plans.arch] = plans
-
-
-def current(arch: str) -> Plans:
-    return _own.get(arch) or shipped(arch)
+plan_files = PlanFiles("rl_attn", Plans.from_dict, fallback="generic")
+shipped = plan_files.shipped
+use = plan_files.use
+current = plan_files.current
+read = plan_files.read

@@ -6,15 +6,12 @@ A plan can only choose among things that leave the bits alone. Anything that wou
 ``kpack``, ``matrix_instr_nonkdim``, split-K) is no field of a plan, and a file that asks for it is rejected by name.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
+from rl_contract.plans import PlanFiles, refuse_fields
 
 OPERATIONS = ("forward", "grad_input", "grad_weight")
 LIBRARY = "library"
@@ -85,7 +82,7 @@ class Kernel:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> "Kernel":
         known = {f.name for f in fields(cls)}
-        _refuse(set(data) - known, known, where)
+        refuse_fields(data, known, FORBIDDEN, where)
         return cls(**data)
 
 
@@ -171,7 +168,7 @@ class Plans:
             ContractError: an unknown or forbidden field, a use of a kernel that is not there, a missing fallback.
         """
         known = {"arch", "kernels", "rows", "certificates", "note"}
-        _refuse(set(data) - known, known, where)
+        refuse_fields(data, known, FORBIDDEN, where)
         kernels = {}
         for name, spec in data["kernels"].items():
             kernels[name] = Kernel.from_dict(spec, f"{where}: kernel {name!r}")
@@ -182,7 +179,7 @@ class Plans:
         rows = []
         for spec in data["rows"]:
             row_known = {f.name for f in fields(Row)}
-            _refuse(set(spec) - row_known, row_known, f"{where}: row {spec}")
+            refuse_fields(spec, row_known, FORBIDDEN, f"{where}: row {spec}")
             row = Row(**spec)
             if row.operation not in OPERATIONS:
                 raise ContractError(f"{where}: row {spec}: operation, supported: {OPERATIONS}")
@@ -211,37 +208,8 @@ class Plans:
         return cls(arch=data["arch"], kernels=kernels, rows=tuple(rows), certificates=certificates)
 
 
-def _refuse(unknown: set[str], known: set[str], where: str) -> None:
-    bad = sorted(unknown & set(FORBIDDEN))
-    if bad:
-        raise ContractError(
-            f"{where} asks to change {bad}, which decides the bits; a plan may set {sorted(known)} only"
-        )
-    if unknown:
-        raise ContractError(f"{where} has unknown fields {sorted(unknown)}; supported: {sorted(known)}")
-
-
-def read(path: Path) -> Plans:
-    return Plans.from_dict(json.loads(path.read_text()), path.name)
-
-
-@cache
-def shipped(arch: str) -> Plans:
-    """The plan file of ``arch`` that comes with the package; none for an arch that has no contract here."""
-    room = files("rl_gemm") / "plans"
-    path = room / f"{arch}.json"
-    if not path.is_file():
-        path = room / "generic.json"
-    return Plans.from_dict(json.loads(path.read_text()), path.name)
-
-
-_own: dict[str, Plans] = {}
-
-
-def use(plans: Plans) -> None:
-    """Replace the shipped file of ``plans.arch`` in this process, e.g. by one that ``tools/certify`` wrote here."""
-    _own[plans.arch] = plans
-
-
-def current(arch: str) -> Plans:
-    return _own.get(arch) or shipped(arch)
+plan_files = PlanFiles("rl_gemm", Plans.from_dict)
+shipped = plan_files.shipped
+use = plan_files.use
+current = plan_files.current
+read = plan_files.read

@@ -6,14 +6,12 @@ and whatever would move a k to another accumulator are no fields of a plan, and 
 name.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from rl_contract import ContractError
+from rl_contract.plans import PlanFiles, refuse_fields
 
 OPERATIONS = ("stats", "gradient")
 # logits in memory, a bounded number of ids at a time: the product is rl-gemm's, and so is its choice of library or
@@ -100,11 +98,11 @@ class Plans:
             ContractError: an unknown or forbidden field, a use of a kernel that is not there, a missing fallback.
         """
         known = {"arch", "kernels", "rows", "note"}
-        _refuse(set(data) - known, known, where)
+        refuse_fields(data, known, FORBIDDEN, where)
         kernels = {}
         for name, spec in data["kernels"].items():
             kernel_known = {f.name for f in fields(Kernel)}
-            _refuse(set(spec) - kernel_known, kernel_known, f"{where}: kernel {name!r}")
+            refuse_fields(spec, kernel_known, FORBIDDEN, f"{where}: kernel {name!r}")
             kernels[name] = Kernel(**spec)
             if kernels[name].name != name:
                 raise ContractError(
@@ -113,7 +111,7 @@ class Plans:
         rows = []
         for spec in data["rows"]:
             row_known = {f.name for f in fields(Row)}
-            _refuse(set(spec) - row_known, row_known, f"{where}: row {spec}")
+            refuse_fields(spec, row_known, FORBIDDEN, f"{where}: row {spec}")
             row = Row(**spec)
             if row.operation not in OPERATIONS:
                 raise ContractError(f"{where}: row {spec}: operation, supported: {OPERATIONS}")
@@ -131,30 +129,7 @@ class Plans:
         return cls(arch=data["arch"], kernels=kernels, rows=tuple(rows))
 
 
-def _refuse(unknown: set[str], known: set[str], where: str) -> None:
-    bad = sorted(unknown & set(FORBIDDEN))
-    if bad:
-        raise ContractError(
-            f"{where} asks to change {bad}, which decides the bits; a plan may set {sorted(known)} only"
-        )
-    if unknown:
-        raise ContractError(f"{where} has unknown fields {sorted(unknown)}; supported: {sorted(known)}")
-
-
-@cache
-def shipped(arch: str) -> Plans:
-    """The plan file of ``arch`` that comes with the package."""
-    path = files("rl_logprob") / "plans" / f"{arch}.json"
-    return Plans.from_dict(json.loads(path.read_text()), path.name)
-
-
-_own: dict[str, Plans] = {}
-
-
-def use(plans: Plans) -> None:
-    """Replace the shipped file of ``plans.arch`` in this process."""
-    _own[plans.arch] = plans
-
-
-def current(arch: str) -> Plans:
-    return _own.get(arch) or shipped(arch)
+plan_files = PlanFiles("rl_logprob", Plans.from_dict)
+shipped = plan_files.shipped
+use = plan_files.use
+current = plan_files.current
