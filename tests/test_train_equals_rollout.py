@@ -4,15 +4,12 @@ Together these are the promise ``train``: if a token's log-probability is the sa
 the paged side, and equal to the packed side, then no schedule of a rollout engine can make the two engines differ.
 """
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from decoder import VOCAB, Decoder, Rollout, make_weights, shard
 
-from rl_comm import tree_sum
 from rl_contract import compare, launches, reset_launches
+from rl_contract.testing import on_ranks
 
 LENGTHS = [1 + 1, 63, 64, 65, 130, 511, 513, 17]
 TEMPERATURE = 0.7
@@ -28,39 +25,6 @@ def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
     assert verdict.mismatch_count == 0, verdict
     assert verdict.nonfinite_count == 0
     assert verdict.valid_count == sum(n - 1 for n in LENGTHS)
-
-
-class Ranks:
-    """A world of threads that exchange tensors; what the ranks of one process group do, without processes."""
-
-    def __init__(self, world: int) -> None:
-        self.world, self.barrier, self.slots = world, threading.Barrier(world, timeout=60), [None] * world
-
-    def run(self, body):
-        with ThreadPoolExecutor(self.world) as pool:
-            return [f.result() for f in [pool.submit(body, r, RankComm(self, r)) for r in range(self.world)]]
-
-
-class RankComm:
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.world_size = ranks, rank, ranks.world
-
-    def _exchange(self, x):
-        self.ranks.slots[self.rank] = x
-        self.ranks.barrier.wait()
-        got = list(self.ranks.slots)
-        self.ranks.barrier.wait()
-        return got
-
-    def all_reduce(self, partial, *, out_dtype=None):
-        total = tree_sum(self._exchange(partial))
-        return total if out_dtype is None else total.to(out_dtype)
-
-    def reduce_scatter(self, partial, *, dim=0, out_dtype=None):
-        return self.all_reduce(partial, out_dtype=out_dtype).chunk(self.world_size, dim)[self.rank].contiguous()
-
-    def all_gather(self, x, *, dim=0):
-        return torch.cat(self._exchange(x), dim)
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +75,16 @@ def test_phase_prefix_hit_equals_cold(trained):
 @pytest.mark.parametrize("world", [2, 4])
 def test_layout_tp_equals_one_rank(trained, world):
     weights = make_weights(0)
-    packed = Ranks(world).run(
-        lambda r, comm: Decoder(shard(weights, r, world), comm).train_logprob(sequences(), TEMPERATURE)
+    packed = on_ranks(
+        world, lambda comm: Decoder(shard(weights, comm.rank, world), comm).train_logprob(sequences(), TEMPERATURE)
     )
     for rank in packed:
         assert_equal(trained, rank)
-    paged = Ranks(world).run(
-        lambda r, comm: Rollout(Decoder(shard(weights, r, world), comm), len(LENGTHS), max(LENGTHS)).score(
+    paged = on_ranks(
+        world,
+        lambda comm: Rollout(Decoder(shard(weights, comm.rank, world), comm), len(LENGTHS), max(LENGTHS)).score(
             sequences(), 100, TEMPERATURE
-        )
+        ),
     )
     for rank in paged:
         assert_equal(trained, rank)
@@ -138,7 +103,7 @@ def test_layout_gradients_tp_equal_one_rank(world):
         return {k: v.grad for k, v in leaves.items()}
 
     one = gradients(weights)
-    ranks = Ranks(world).run(lambda r, comm: gradients(shard(weights, r, world), comm))
+    ranks = on_ranks(world, lambda comm: gradients(shard(weights, comm.rank, world), comm))
     for r, got in enumerate(ranks):
         for name, expected in shard(one, r, world).items():
             assert torch.equal(got[name].view(torch.int16), expected.view(torch.int16)), (name, r)

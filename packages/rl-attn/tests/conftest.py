@@ -1,6 +1,5 @@
 """Seeded sequences, pages in shuffled order, and ranks in threads."""
 
-import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import rl_attn
+from rl_contract.testing import on_ranks
 
 
 @dataclass
@@ -73,42 +73,6 @@ def folded_segments():
     return [int(row["plan"].rsplit("folded", 1)[1]) for row in launches() if "folded" in row["plan"]]
 
 
-class ThreadRank:
-    """A communicator whose ranks are threads of one process."""
-
-    def __init__(self, rank, world_size, shared):
-        self.rank, self.world_size, self._shared = rank, world_size, shared
-
-    def all_gather(self, x, *, dim=0):
-        self._shared.slots[self.rank] = x
-        self._shared.barrier.wait()
-        gathered = torch.cat(self._shared.slots, dim)
-        self._shared.barrier.wait()
-        return gathered
-
-
-def run_ranks(world_size, work):
-    """``work(comm)`` on every rank at once -> results, rank 0 first."""
-    shared = SimpleNamespace(slots=[None] * world_size, barrier=threading.Barrier(world_size, timeout=60))
-    results, errors = [None] * world_size, []
-
-    def rank(r):
-        try:
-            results[r] = work(ThreadRank(r, world_size, shared))
-        except BaseException as error:
-            errors.append(error)
-            shared.barrier.abort()
-
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(world_size)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
 @pytest.fixture(autouse=True)
 def fresh_launches():
     from rl_contract import reset_launches
@@ -119,5 +83,5 @@ def fresh_launches():
 @pytest.fixture
 def lab():
     return SimpleNamespace(
-        sequence=make_sequence, pages=make_pages, folded_segments=folded_segments, run_ranks=run_ranks
+        sequence=make_sequence, pages=make_pages, folded_segments=folded_segments, run_ranks=on_ranks
     )

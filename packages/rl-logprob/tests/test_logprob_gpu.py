@@ -4,14 +4,13 @@ Ranks are threads on one GPU. Bits are compared on fp32 through integer views, o
 full of NaN.
 """
 
-import threading
-
 import pytest
 import torch
 
 import rl_gemm
 import rl_logprob as lp
 from rl_contract import ContractError, launches, reset_launches
+from rl_contract.testing import on_ranks
 from rl_logprob import gpu, linear_gpu, plans
 
 pytestmark = [
@@ -25,52 +24,6 @@ V = 151936
 def same(a, b):
     width = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     return torch.equal(a.contiguous().view(width[a.element_size()]), b.contiguous().view(width[b.element_size()]))
-
-
-class ThreadRank:
-    """One rank of a world whose ranks are threads: moves references, sums by the balanced tree."""
-
-    def __init__(self, rank, world_size, shared):
-        self.rank, self.world_size, self._shared = rank, world_size, shared
-
-    def _everyone(self, x):
-        box, barrier = self._shared
-        box[self.rank] = x
-        barrier.wait(timeout=60)
-        parts = list(box)
-        barrier.wait(timeout=60)
-        return parts
-
-    def all_gather(self, x, *, dim=0):
-        return torch.cat(self._everyone(x), dim)
-
-    def all_reduce(self, partial, *, out_dtype=None):
-        assert partial.dtype == torch.float32
-        level = self._everyone(partial)
-        while len(level) > 1:
-            level = [a + b for a, b in zip(level[::2], level[1::2])]
-        return level[0] if out_dtype is None else level[0].to(out_dtype)
-
-
-def on_ranks(world, body):
-    shared = ([None] * world, threading.Barrier(world))
-    results, errors = [None] * world, []
-
-    def run(rank):
-        try:
-            results[rank] = body(ThreadRank(rank, world, shared))
-        except Exception as error:
-            errors.append(error)
-            shared[1].abort()
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(world)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if errors:
-        raise min(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError))
-    return results
 
 
 def make(tokens, hidden, vocab, *, padded=None, seed=0, shift=0.0, pad=0.0):

@@ -1,13 +1,12 @@
 """Log-probability from hidden states: the bits of materialised logits, of every world size, and right gradients."""
 
-import threading
-
 import pytest
 import torch
 
 import rl_gemm
 import rl_logprob as lp
 from rl_contract import ContractError, launches, reset_launches
+from rl_contract.testing import ThreadRank, on_ranks
 from rl_logprob import linear
 
 
@@ -15,62 +14,15 @@ def bits(x):
     return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-class ThreadRank:
-    """One rank of a world whose ranks are threads: moves references, sums by the balanced tree."""
-
-    def __init__(self, rank, world_size, shared):
-        self.rank, self.world_size, self._shared = rank, world_size, shared
-
-    def _everyone(self, x):
-        box, barrier = self._shared
-        box[self.rank] = x
-        barrier.wait(timeout=60)
-        parts = list(box)
-        barrier.wait(timeout=60)
-        return parts
-
-    def all_gather(self, x, *, dim=0):
-        return torch.cat(self._everyone(x), dim)
-
-    def all_reduce(self, partial, *, out_dtype=None):
-        assert partial.dtype == torch.float32
-        level = self._everyone(partial)
-        while len(level) > 1:
-            level = [a + b for a, b in zip(level[::2], level[1::2])]
-        return level[0] if out_dtype is None else level[0].to(out_dtype)
-
-
 class MisorderedRank(ThreadRank):
     """Joins partials in ring order from its own rank, as some transports do."""
 
     def all_reduce(self, partial, *, out_dtype=None):
-        parts = self._everyone(partial)
+        parts = self.everyone(partial)
         total = parts[self.rank].clone()
         for i in range(1, self.world_size):
             total += parts[(self.rank + i) % self.world_size]
         return total if out_dtype is None else total.to(out_dtype)
-
-
-def on_ranks(world, body, kind=ThreadRank):
-    """Results of ``body(comm)`` on each rank; the first rank's error is raised."""
-    shared = ([None] * world, threading.Barrier(world))
-    results, errors = [None] * world, []
-
-    def run(rank):
-        try:
-            results[rank] = body(kind(rank, world, shared))
-        except Exception as error:
-            errors.append((rank, error))
-            shared[1].abort()
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(world)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if errors:
-        raise min(errors, key=lambda e: isinstance(e[1], threading.BrokenBarrierError))[1]
-    return results
 
 
 def make(tokens, hidden, vocab, tile, dtype=torch.float32, seed=0, pad=0.0):
