@@ -14,5 +14,5 @@ def projects() -> list[Path]:
 
 if __name__ == "__main__":
     editable = [a for p in projects() for a in ("-e", str(p))]
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", *editable]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", *editable]
     sys.exit(subprocess.call(command))
