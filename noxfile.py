@@ -49,7 +49,7 @@ def install_cpu_torch(session: nox.Session) -> None:
 
 
 def install_engines(session: nox.Session) -> None:
-    """vLLM's CPU build, megatron-core and Ray, at the versions the CPU proof is made with."""
+    """vLLM's CPU build, megatron-core and Ray; which versions a run had is in its manifest."""
     install_cpu_torch(session)
     session.install(CPU_TORCH, *GROUPS["engines"])
     session.run("python", "-m", "pip", "uninstall", "-q", "-y", *UNUSED_ENGINE_PARTS)
