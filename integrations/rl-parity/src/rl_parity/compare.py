@@ -1,7 +1,8 @@
-"""Two run directories, bit against bit: sampled tokens, log-probabilities and losses."""
+"""Two run directories, bit against bit: settings, every stored array, and every figure of every step."""
 
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,26 @@ import numpy as np
 from rl_contract import ContractError
 from rl_parity.rundir import RunDirectory, StepSamples
 
-_LOGPROBS = ("rollout", "train", "forward")
-_FORWARD_FIGURES = ("reward", "loss", "kl_reference", "grad_norm")
+_LABELS = {"rollout": "rollout logprob", "train": "train logprob", "forward": "forward logprob"}
+# sections of the manifest that say what was computed; in "config" all but the keys below
+_SETTINGS = ("config", "sampling", "seeds", "profile", "fingerprints", "plant")
+# two runs that differ in these promise the same bits; leaves take part through the profile, steps and arms as data
+_FREE = ("arm", "train", "rollout", "launcher", "leaves", "out", "steps", "timeout")
+_INFORMATION = ("topology", "versions", "hardware")
+_ABSENT = "absent"
 
 
 @dataclass
 class Comparison:
-    """Counts of compared and of differing values by quantity; ``first`` says where each quantity differs first."""
+    """Counts of compared and of differing values by quantity; ``first`` says where each quantity differs first.
+
+    ``notes`` hold what may differ between equal runs (layout, launcher, versions), and how an unfinished run ended.
+    """
 
     compared: dict[str, int] = field(default_factory=dict)
     different: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -32,65 +42,148 @@ class Comparison:
             self.first.setdefault(quantity, where)
 
     def lines(self) -> list[str]:
-        out = []
+        out = [f"note: {note}" for note in self.notes]
         for quantity, total in self.compared.items():
             bad = self.different[quantity]
-            verdict = "equal" if not bad else f"{bad:,} differ, first at {self.first[quantity]}"
-            out.append(f"{quantity:<28} {total:>10,} compared   {verdict}")
+            verdict = "equal" if not bad else f"{bad:,} differ, first: {self.first[quantity]}"
+            out.append(f"{quantity:<40} {total:>10,} compared   {verdict}")
         return out
 
 
 def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
-    """Compare every arm and step that both directories have.
+    """Compare the settings, every arm and every step; what one side alone has is a difference.
 
     Raises:
-        ContractError: nothing in common, or an arm whose step counts differ.
+        ContractError: no arm in common, or a file that is missing or damaged, named with what is wrong.
     """
-    arms = [arm for arm in a.arms() if arm in b.arms()]
-    if not arms:
-        raise ContractError(
-            f"{a.root} has arms {a.arms()}, {b.root} has {b.arms()}; give two runs with an arm in common"
-        )
+    manifests = a.manifest(), b.manifest()
+    arms = a.arms(), b.arms()
+    if not set(arms[0]) & set(arms[1]):
+        raise ContractError(f"{a.root} has arms {arms[0]}, {b.root} has {arms[1]}; give two runs with an arm in common")
     out = Comparison()
-    for arm in arms:
-        mine, theirs = a.steps(arm), b.steps(arm)
-        if len(mine) != len(theirs):
-            raise ContractError(
-                f"arm {arm}: {a.root} has {len(mine)} steps, {b.root} {len(theirs)}; run both with the same --steps"
-            )
-        for x, y in zip(mine, theirs):
-            _samples(out, arm, x["step"], a, b)
-            _figures(out, arm, x, y)
+    _settings(out, *manifests)
+    for arm in sorted({*arms[0], *arms[1]}):
+        if arm not in arms[0] or arm not in arms[1]:
+            out.add(f"{arm} arm", 1, 1, f"only in {(a if arm in arms[0] else b).root}")
+            continue
+        out.add(f"{arm} arm", 1, 0)
+        _arm(out, arm, a, b, [str(m["run_id"]) for m in manifests])
+    for run, manifest, mine in zip((a, b), manifests, arms):
+        _completeness(out, run, manifest, mine)
     return out
+
+
+def _settings(out: Comparison, a: dict[str, Any], b: dict[str, Any]) -> None:
+    for section in (*_SETTINGS, *_INFORMATION):
+        x, y = dict(_leaves(a.get(section, _ABSENT), section)), dict(_leaves(b.get(section, _ABSENT), section))
+        for name in dict.fromkeys((*x, *y)):
+            left, right = x.get(name, _ABSENT), y.get(name, _ABSENT)
+            same = _same(left, right)
+            text = f"{left!r} against {right!r}"
+            if section in _INFORMATION or (
+                section == "config" and name.split(".")[1:2] and name.split(".")[1] in _FREE
+            ):
+                if not same:
+                    out.notes.append(f"{name}: {text}")
+            elif same:
+                out.add("settings", 1, 0)
+            else:
+                out.add(f"setting {name}", 1, 1, text)
+
+
+def _completeness(out: Comparison, run: RunDirectory, manifest: dict[str, Any], arms: list[str]) -> None:
+    """A run that says it finished has all the arms and steps it was asked for; another says how it ended."""
+    if manifest["status"] != "finished":
+        out.notes.append(f"{run.root}: status {manifest['status']}, {manifest.get('reason') or 'no reason recorded'}")
+        return
+    config = manifest["config"]
+    asked = ["native", "strict"] if config.get("arm") == "both" else [config.get("arm")]
+    for arm in asked:
+        if arm not in arms:
+            out.add(f"{arm} arm", 1, 1, f"{run.root} is finished and lacks it")
+            continue
+        missing = sorted(set(range(config["steps"])) - {r["step"] for r in run.steps(arm)})
+        if missing:
+            out.add(f"{arm} steps", len(missing), len(missing), f"{run.root} is finished and lacks step {missing[0]}")
+
+
+def _arm(out: Comparison, arm: str, a: RunDirectory, b: RunDirectory, run_ids: list[str]) -> None:
+    records = [{record["step"]: record for record in run.steps(arm)} for run in (a, b)]
+    # an interrupted run may hold the samples of a step that it did not record
+    stored = [{*known, *run.sample_steps(arm)} for run, known in zip((a, b), records)]
+    for step in sorted(stored[0] | stored[1]):
+        one_sided = [kind for kind in (stored, records) if (step in kind[0]) != (step in kind[1])]
+        if one_sided:
+            has = a if step in one_sided[0][0] else b
+            what = "samples" if one_sided[0] is stored else "record"
+            out.add(f"{arm} steps", 1, 1, f"{what} of step {step} only in {has.root}")
+        else:
+            out.add(f"{arm} steps", 1, 0)
+        if step in stored[0] and step in stored[1]:
+            _samples(out, arm, step, a, b)
+        if step in records[0] and step in records[1]:
+            _figures(out, arm, step, records[0][step], records[1][step], run_ids)
 
 
 def _samples(out: Comparison, arm: str, step: int, a: RunDirectory, b: RunDirectory) -> None:
     x, y = StepSamples.load(a.samples_path(arm, step)), StepSamples.load(b.samples_path(arm, step))
-    if x.tokens.shape != y.tokens.shape or not np.array_equal(x.length, y.length):
-        total = max(x.tokens.size, y.tokens.size)
-        out.add(f"{arm} tokens", total, total, f"step {step}: {x.tokens.size} tokens against {y.tokens.size}")
+    for name in (f.name for f in fields(StepSamples)):
+        _array(out, f"{arm} {_LABELS.get(name, name)}", step, x, name, getattr(x, name), getattr(y, name))
+
+
+def _array(
+    out: Comparison, quantity: str, step: int, samples: StepSamples, name: str, a: np.ndarray, b: np.ndarray
+) -> None:
+    if a.shape != b.shape:
+        total = max(a.size, b.size)
+        out.add(quantity, total, total, f"step {step}: {a.size} values against {b.size}")
         return
-    _array(out, f"{arm} tokens", step, x, x.tokens, y.tokens)
-    for name in _LOGPROBS:
-        _array(
-            out, f"{arm} {name} logprob", step, x, getattr(x, name).view(np.uint32), getattr(y, name).view(np.uint32)
-        )
-
-
-def _array(out: Comparison, quantity: str, step: int, samples: StepSamples, a: np.ndarray, b: np.ndarray) -> None:
-    differs = a != b
+    bits = f"u{a.dtype.itemsize}"
+    differs = a.view(bits) != b.view(bits)
     where = ""
     if differs.any():
         flat = int(differs.argmax())
-        sample, position = samples.locate(flat)
-        where = f"step {step}, sample {sample}, position {position}: {a[flat]} against {b[flat]}"
+        place = f"step {step}, {samples.place(name, flat)}"
+        where = f"{place}: {_shown(a[flat])} against {_shown(b[flat])}"
     out.add(quantity, int(a.size), int(differs.sum()), where)
 
 
-def _figures(out: Comparison, arm: str, x: dict[str, Any], y: dict[str, Any]) -> None:
-    for name in _FORWARD_FIGURES:
-        a, b = x.get(name), y.get(name)
-        same = a is b is None or (a is not None and b is not None and struct.pack("d", a) == struct.pack("d", b))
-        out.add(f"{arm} {name}", 1, int(not same), f"step {x['step']}: {a!r} against {b!r}")
-    same = x["weight_digest"] == y["weight_digest"]
-    out.add(f"{arm} weight_digest", 1, int(not same), f"step {x['step']}")
+def _shown(value: np.generic) -> str:
+    if value.dtype.kind == "f":
+        return f"{float(value)!r} ({int(value.view(f'u{value.dtype.itemsize}')):#010x})"
+    return str(value)
+
+
+def _figures(out: Comparison, arm: str, step: int, a: dict[str, Any], b: dict[str, Any], run_ids: list[str]) -> None:
+    for name in dict.fromkeys((*a, *b)):
+        if name in ("step", "seconds"):
+            continue
+        # a version is named after its run, which is no difference in what was computed
+        x, y = (
+            {
+                key: value.replace(run_id, "RUN") if isinstance(value, str) else value
+                for key, value in _leaves(record.get(name, _ABSENT), name)
+            }
+            for record, run_id in zip((a, b), run_ids)
+        )
+        for key in dict.fromkeys((*x, *y)):
+            left, right = x.get(key, _ABSENT), y.get(key, _ABSENT)
+            out.add(f"{arm} {name}", 1, int(not _same(left, right)), f"step {step}, {key}: {left!r} against {right!r}")
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """``("config.train.tp", 2)`` and so on; an empty object or list is a leaf."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}")
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{name}.{index}")
+    else:
+        yield name, value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    return type(a) is type(b) and bool(a == b)

@@ -1,14 +1,14 @@
 """``report.html``: one self-contained page about a run, the verdict first. Reads the run directory and nothing else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rl_contract import Profile
+from rl_contract import ContractError, Profile
 from rl_parity import contracts
-from rl_parity.rundir import REPORT, RunDirectory, is_equal
+from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, is_equal
 from rl_parity.svg import Series, bars, lines, number, timeline
 
 PHASES = ("push", "rollout", "score", "train", "other")
@@ -35,24 +35,34 @@ _ROWS: tuple[tuple[str, str, bool], ...] = (
 def write_report(run: RunDirectory) -> Path:
     """Render the page of a finished, failed or running run; returns its path."""
     path = run.root / REPORT
-    path.write_text(render(run), encoding="utf-8")
+    page = render(run)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ContractError(f"{path} cannot be written ({error}); make its directory writable") from error
     return path
 
 
 def render(run: RunDirectory) -> str:
-    """The page as one string."""
+    """The page as one string.
+
+    Raises:
+        ContractError: a file that is missing or damaged, named with what is wrong; nothing is written.
+    """
     manifest = run.manifest()
-    summary = run.summary() if (run.root / "summary.json").is_file() else {"arms": {}}
+    summary = run.summary() if (run.root / SUMMARY).is_file() else {"arms": {}}
     steps = {arm: run.steps(arm) for arm in run.arms()}
+    evidence = {arm: run.evidence(arm) for arm in steps}
+    strict = run.evidence("strict")
     sections = [
-        _verdict(manifest, summary, steps),
-        _figures(summary),
-        _curves(steps),
-        _topology(manifest),
-        _evidence({arm: run.evidence(arm) for arm in steps}),
-        _sync(steps),
-        _contracts(manifest, run.evidence("strict")),
-        _provenance(manifest),
+        _section(run, (MANIFEST, SUMMARY, "ARM/steps.jsonl"), lambda: _verdict(manifest, summary, steps)),
+        _section(run, (SUMMARY,), lambda: _figures(summary)),
+        _section(run, ("ARM/steps.jsonl",), lambda: _curves(steps)),
+        _section(run, (MANIFEST,), lambda: _topology(manifest)),
+        _section(run, ("ARM/evidence.json",), lambda: _evidence(evidence)),
+        _section(run, ("ARM/steps.jsonl",), lambda: _sync(steps)),
+        _section(run, (MANIFEST, "strict/evidence.json"), lambda: _contracts(manifest, strict)),
+        _section(run, (MANIFEST,), lambda: _provenance(manifest)),
     ]
     css = files("rl_parity").joinpath("report.css").read_text(encoding="utf-8")
     return (
@@ -60,6 +70,16 @@ def render(run: RunDirectory) -> str:
         f"<title>rl-parity report</title><style>{css}</style></head><body><main>{''.join(sections)}</main></body>"
         "</html>\n"
     )
+
+
+def _section(run: RunDirectory, sources: Sequence[str], make: Callable[[], str]) -> str:
+    try:
+        return make()
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise ContractError(
+            f"{run.root}: {' or '.join(sources)} lacks or misstates what the report shows "
+            f"({type(error).__name__}: {error}); restore the file or give a directory as `rl-parity run --out` wrote it"
+        ) from error
 
 
 def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Mapping[str, Sequence[Any]]) -> str:

@@ -3,8 +3,10 @@
 import json
 import os
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,21 @@ import numpy as np
 from rl_contract import ContractError
 
 MANIFEST, SUMMARY, REPORT = "manifest.json", "summary.json", "report.html"
+
+_PER_TOKEN = ("tokens", "rollout", "train", "forward", "absent")
+_DTYPES = {"rollout": "float32", "train": "float32", "forward": "float32", "absent": "bool", "reward": "float32"}
+_BROKEN_ARCHIVE = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    NotImplementedError,
+    OverflowError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_REPAIR = "restore the file or give a directory as `rl-parity run --out` wrote it"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -57,14 +74,63 @@ class StepSamples:
 
     @classmethod
     def load(cls, path: Path) -> "StepSamples":
-        with np.load(path, allow_pickle=False) as data:
-            return cls(**{name: data[name] for name in data.files})
+        """Read what ``save`` wrote.
+
+        Raises:
+            ContractError: no such file, a damaged one, or arrays of other names, dtypes or sizes.
+        """
+        if not path.is_file():
+            raise ContractError(f"{path} is missing, its step is recorded; {_REPAIR}")
+        try:
+            data = np.load(path, allow_pickle=False)
+            if not isinstance(data, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array, not an archive of arrays")
+            with data:
+                arrays = {name: data[name] for name in data.files}
+        except _BROKEN_ARCHIVE as error:
+            raise ContractError(f"{path} cannot be read ({type(error).__name__}: {error}); {_REPAIR}") from error
+        wrong = cls._wrong(arrays)
+        if wrong:
+            raise ContractError(f"{path}: {wrong}; {_REPAIR}")
+        return cls(**arrays)
+
+    @classmethod
+    def _wrong(cls, arrays: Mapping[str, np.ndarray]) -> str | None:
+        names = [f.name for f in fields(cls)]
+        if set(arrays) != set(names):
+            return f"holds the arrays {sorted(arrays)}, supported are exactly {sorted(names)}"
+        for name in names:
+            dtype = np.dtype(_DTYPES.get(name, "int32"))
+            if not isinstance(arrays[name], np.ndarray):
+                return f"{name} is no array"
+            if arrays[name].dtype != dtype or arrays[name].ndim != 1:
+                return f"{name} is {arrays[name].dtype} {list(arrays[name].shape)}, supported is {dtype} of one axis"
+        samples = arrays["length"].size
+        tokens = {"prompt_tokens": "prompt_length", **dict.fromkeys(_PER_TOKEN, "length")}
+        for name in names:
+            expected = int(arrays[tokens[name]].sum()) if name in tokens else samples
+            if arrays[name].size != expected:
+                return f"{name} has {arrays[name].size} values, the lengths of its {samples} samples say {expected}"
+        if any((arrays[name] < 0).any() for name in ("length", "prompt_length")):
+            return "a length is negative"
+        return None
 
     def locate(self, flat: int) -> tuple[int, int]:
         """(sample, position in the completion) of a flat token index."""
         ends = np.cumsum(self.length)
         sample = int(np.searchsorted(ends, flat, side="right"))
         return sample, int(flat - (ends[sample] - self.length[sample]))
+
+    def place(self, name: str, flat: int) -> str:
+        """In words, where the value ``flat`` of the array ``name`` belongs."""
+        if name == "prompt_tokens":
+            ends = np.cumsum(self.prompt_length)
+            sample = int(np.searchsorted(ends, flat, side="right"))
+            return f"sample {sample}, prompt position {flat - int(ends[sample] - self.prompt_length[sample])}"
+        if name in _PER_TOKEN:
+            sample, position = self.locate(flat)
+            return f"sample {sample}, position {position}"
+        return f"sample {flat}"
 
 
 class RunDirectory:
@@ -87,10 +153,6 @@ class RunDirectory:
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         write_json(self.root / MANIFEST, manifest)
 
-    def set_status(self, status: str, reason: str | None = None) -> None:
-        """Record ``running``, ``finished``, ``mismatch``, ``failed`` or ``interrupted`` in the manifest."""
-        self.write_manifest({**self.manifest(), "status": status, "reason": reason})
-
     def append_step(self, arm: str, record: Mapping[str, Any]) -> None:
         path = self.root / arm / "steps.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,21 +163,50 @@ class RunDirectory:
     def samples_path(self, arm: str, step: int) -> Path:
         return self.root / arm / "samples" / f"step-{step:05d}.npz"
 
+    def sample_steps(self, arm: str) -> list[int]:
+        """Steps whose samples are stored."""
+        stems = [path.stem.removeprefix("step-") for path in (self.root / arm / "samples").glob("step-*.npz")]
+        return sorted(int(stem) for stem in stems if stem.isdecimal())
+
     def manifest(self) -> dict[str, Any]:
-        return self._read(MANIFEST)
+        """What the run was and how it ended; ``status``, ``run_id`` and ``config`` are there.
+
+        Raises:
+            ContractError: the file is missing, empty or broken, or lacks one of these.
+        """
+        path, data = self.root / MANIFEST, self._read(MANIFEST)
+        _require(path, data, {"run_id": str, "status": str, "config": dict})
+        _require(path, data["config"], {"steps": int, "arm": str, "train": dict, "rollout": dict})
+        return data
 
     def summary(self) -> dict[str, Any]:
-        return self._read(SUMMARY)
+        """Each arm's totals; raises as ``manifest`` does."""
+        data = self._read(SUMMARY)
+        _require(self.root / SUMMARY, data, {"arms": dict})
+        return data
 
     def evidence(self, arm: str) -> dict[str, Any]:
+        """What the workers of the arm counted, {} where it was not written; raises as ``manifest`` does."""
         path = self.root / arm / "evidence.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return _object(path, _text(path)) if path.is_file() else {}
 
     def steps(self, arm: str) -> list[dict[str, Any]]:
+        """The arm's step records, [] where there are none.
+
+        Raises:
+            ContractError: an empty file, a torn or broken line, a record without its step, or a step recorded twice.
+        """
         path = self.root / arm / "steps.jsonl"
         if not path.is_file():
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        records: list[dict[str, Any]] = []
+        for number, line in enumerate(_text(path).removesuffix("\n").split("\n"), start=1):
+            record = _object(path, line, number)
+            _require(path, record, {"step": int}, number)
+            if any(record["step"] == other["step"] for other in records):
+                raise ContractError(f"{path}, line {number}: step {record['step']} is recorded twice; {_REPAIR}")
+            records.append(record)
+        return records
 
     def arms(self) -> list[str]:
         return [arm for arm in ("native", "strict") if (self.root / arm / "steps.jsonl").is_file()]
@@ -124,8 +215,35 @@ class RunDirectory:
         path = self.root / name
         if not path.is_file():
             raise ContractError(f"{self.root} has no {name}; give a directory written by `rl-parity run --out`")
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return data
+        return _object(path, _text(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(f"{path} cannot be read ({type(error).__name__}: {error}); {_REPAIR}") from error
+
+
+def _object(path: Path, text: str, line: int | None = None) -> dict[str, Any]:
+    where = str(path) if line is None else f"{path}, line {line}"
+    if not text.strip():
+        raise ContractError(f"{where} is empty; {_REPAIR}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ContractError(f"{where} is not whole JSON ({error}); {_REPAIR}") from error
+    if not isinstance(value, dict):
+        raise ContractError(f"{where} holds {type(value).__name__}, supported is a JSON object; {_REPAIR}")
+    return value
+
+
+def _require(path: Path, data: Mapping[str, Any], kinds: Mapping[str, type], line: int | None = None) -> None:
+    where = str(path) if line is None else f"{path}, line {line}"
+    for key, kind in kinds.items():
+        # bool is an int to isinstance
+        if type(data.get(key)) is not kind:
+            raise ContractError(f"{where}: {key!r} is {data.get(key)!r}, supported is {kind.__name__}; {_REPAIR}")
 
 
 COUNTS = (

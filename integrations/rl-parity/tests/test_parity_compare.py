@@ -1,0 +1,265 @@
+"""Compare notices every stored bit, every setting and everything that is missing; damaged input is a usage error."""
+
+import dataclasses
+import json
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+from parity_rundir import write_run
+
+from rl_parity import cli
+from rl_parity.compare import compare_runs
+from rl_parity.rundir import RunDirectory, StepSamples
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return write_run(tmp_path / "a"), write_run(tmp_path / "b")
+
+
+def status(runs):
+    return cli.main(["compare", *(str(run.root) for run in runs)])
+
+
+def edit_manifest(run, *path, value):
+    manifest = run.manifest()
+    inner = manifest
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[path[-1]] = value
+    run.write_manifest(manifest)
+
+
+def edit_steps(run, change, arm="strict"):
+    path = run.root / arm / "steps.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = change(records) or records
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("arm", ["native", "strict"])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(StepSamples) if "length" not in f.name])
+def test_one_flipped_bit_of_any_stored_array_is_one_difference(runs, arm, name):
+    path = runs[1].samples_path(arm, 3)
+    s = StepSamples.load(path)
+    array = getattr(s, name)
+    bits = array.view(f"u{array.dtype.itemsize}")
+    bits[-1] ^= 1
+    s.save(path)
+    comparison = compare_runs(*runs)
+    assert sum(comparison.different.values()) == 1
+    (where,) = comparison.first.values()
+    assert where.startswith("step 3, sample 7")
+    assert status(runs) == 1
+
+
+@pytest.mark.parametrize(("name", "rest"), [("prompt_length", "prompt position"), ("length", "position")])
+def test_lengths_that_differ_with_the_same_total_are_a_difference(runs, name, rest):
+    path = runs[1].samples_path("strict", 0)
+    s = StepSamples.load(path)
+    getattr(s, name)[:2] += np.array([1, -1], dtype=np.int32)
+    s.save(path)
+    comparison = compare_runs(*runs)
+    assert comparison.different[f"strict {name}"] == 2
+    assert sum(comparison.different.values()) == 2
+
+
+def test_the_sign_of_zero_and_the_payload_of_nan_are_bits(runs):
+    for run, zero, nan in zip(runs, (0.0, -0.0), (0x7FC00000, 0x7FC00001)):
+        path = run.samples_path("strict", 1)
+        s = StepSamples.load(path)
+        s.forward[0] = zero
+        s.forward.view(np.uint32)[1] = nan
+        s.save(path)
+    comparison = compare_runs(*runs)
+    assert comparison.different["strict forward logprob"] == 2
+    assert "0.0 (0x00000000) against -0.0 (0x80000000)" in comparison.first["strict forward logprob"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("config", "seed"), 1),
+        (("config", "model"), "tiny-llama"),
+        (("config", "temperature"), 0.5),
+        (("config", "lr"), 1e-3),
+        (("config", "plant"), "gemm.row"),
+        (("sampling", "mode"), "raw"),
+        (("profile", "settings", "leaves"), 4),
+        (("fingerprints", "profile"), "0" * 64),
+    ],
+)
+def test_a_differing_setting_is_a_difference(runs, path, value, capsys):
+    edit_manifest(runs[1], *path, value=value)
+    assert status(runs) == 1
+    assert f"setting {'.'.join(path)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("config", "train", "tp"), 4),
+        (("config", "rollout", "engines"), 1),
+        (("config", "launcher"), "local"),
+        (("config", "timeout"), 5.0),
+        (("versions", "vllm"), "0.0.0"),
+        (("hardware", "cores"), 64),
+    ],
+)
+def test_what_may_differ_is_listed_and_no_difference(runs, path, value, capsys):
+    edit_manifest(runs[1], *path, value=value)
+    assert status(runs) == 0
+    assert f"note: {'.'.join(path)}: " in capsys.readouterr().out
+
+
+def test_the_name_of_a_run_is_no_difference(runs):
+    edit_manifest(runs[1], "run_id", value="run-other")
+    for arm in ("native", "strict"):
+        path = runs[1].root / arm / "steps.jsonl"
+        path.write_text(path.read_text().replace("run-test", "run-other"))
+    assert status(runs) == 0
+
+
+def test_a_status_other_than_finished_is_shown(runs, capsys):
+    edit_manifest(runs[1], "status", value="interrupted")
+    assert status(runs) == 0
+    assert f"note: {runs[1].root}: status interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["reward", "loss", "grad_norm", "clip_fraction", "weight_digest", "mismatch_count"])
+def test_a_differing_figure_of_a_step_is_one_difference(runs, name):
+    def change(records):
+        value = records[2][name]
+        records[2][name] = value + "0" if isinstance(value, str) else value + type(value)(2**-52 or 1) + (value == 0)
+
+    edit_steps(runs[1], change)
+    assert compare_runs(*runs).different[f"strict {name}"] == 1
+
+
+def test_an_arm_of_one_side_only_is_a_difference(runs, capsys):
+    shutil.rmtree(runs[1].root / "native")
+    assert status(runs) == 1
+    assert f"only in {runs[0].root}" in capsys.readouterr().out
+
+
+def test_an_arm_that_both_finished_runs_lack_is_a_difference(runs, capsys):
+    for run in runs:
+        shutil.rmtree(run.root / "native")
+    assert status(runs) == 1
+    assert "is finished and lacks it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_missing_step_is_a_difference(runs, both, capsys):
+    for run in runs if both else runs[1:]:
+        edit_steps(run, lambda records: records[:-1])
+        run.samples_path("strict", 3).unlink()
+    assert status(runs) == 1
+    expected = "is finished and lacks step 3" if both else f"samples of step 3 only in {runs[0].root}"
+    assert expected in capsys.readouterr().out
+
+
+def test_a_step_without_its_record_on_one_side_is_a_difference(runs):
+    edit_manifest(runs[0], "status", value="interrupted")
+    edit_manifest(runs[1], "status", value="interrupted")
+    edit_steps(runs[1], lambda records: records[:-1])
+    assert compare_runs(*runs).first["strict steps"] == f"record of step 3 only in {runs[0].root}"
+
+
+def _one_array(path):
+    with open(path, "wb") as stream:
+        np.save(stream, np.zeros(3))
+
+
+def _without(path, name):
+    arrays = dict(np.load(path))
+    del arrays[name]
+    np.savez(path, **arrays)
+
+
+def _with(path, name, change):
+    arrays = dict(np.load(path))
+    np.savez(path, **{**arrays, name: change(arrays[name])})
+
+
+def _raw_member(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        for f in dataclasses.fields(StepSamples):
+            archive.writestr(f.name, b"not an array")
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    # inside the compressed bytes of the first member
+    data[120] ^= 0x10
+    path.write_bytes(data)
+
+
+NPZ, STEPS = "strict/samples/step-00001.npz", "strict/steps.jsonl"
+DAMAGE = {
+    "npz missing": (NPZ, lambda p: p.unlink(), "is missing"),
+    "npz empty": (NPZ, lambda p: p.write_bytes(b""), "EOFError"),
+    "npz torn": (NPZ, lambda p: p.write_bytes(p.read_bytes()[:-30]), "BadZipFile"),
+    "npz bit": (NPZ, _flip, "cannot be read"),
+    "npz text": (NPZ, lambda p: p.write_text("hello"), "cannot be read"),
+    "npz is one array": (NPZ, _one_array, "not an archive"),
+    "npz without an array": (NPZ, lambda p: _without(p, "reward"), "holds the arrays"),
+    "npz of another dtype": (NPZ, lambda p: _with(p, "tokens", lambda x: x.astype(np.int64)), "int64"),
+    "npz short": (NPZ, lambda p: _with(p, "reward", lambda x: x[:-1]), "reward has 7 values"),
+    "npz of raw bytes": (NPZ, _raw_member, "prompt_index"),
+    "steps torn": (STEPS, lambda p: p.write_text(p.read_text()[:-40]), "line 4 is not whole JSON"),
+    "steps empty": (STEPS, lambda p: p.write_text(""), "is empty"),
+    "steps blank line": (STEPS, lambda p: p.write_text("\n" + p.read_text()), "line 1 is empty"),
+    "steps of no object": (STEPS, lambda p: p.write_text("3\n"), "supported is a JSON object"),
+    "steps of no step": (STEPS, lambda p: p.write_text("{}\n"), "'step' is None"),
+    "steps twice": (STEPS, lambda p: p.write_text(p.read_text() * 2), "recorded twice"),
+    "steps not UTF-8": (STEPS, lambda p: p.write_bytes(b"\xff\n"), "UnicodeDecodeError"),
+    "manifest missing": ("manifest.json", lambda p: p.unlink(), "has no manifest.json"),
+    "manifest empty": ("manifest.json", lambda p: p.write_text(""), "is empty"),
+    "manifest torn": ("manifest.json", lambda p: p.write_text(p.read_text()[:100]), "not whole JSON"),
+    "manifest a list": ("manifest.json", lambda p: p.write_text("[]"), "supported is a JSON object"),
+    "manifest of nothing": ("manifest.json", lambda p: p.write_text("{}"), "'run_id' is None"),
+    "manifest a folder": ("manifest.json", lambda p: (p.unlink(), p.mkdir()), "has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize("side", [0, 1])
+def test_compare_ends_with_2_and_names_the_damaged_file(runs, case, side, capsys):
+    name, damage, words = DAMAGE[case]
+    damage(runs[side].root / name)
+    assert status(runs) == 2
+    err = capsys.readouterr().err
+    assert str(runs[side].root) in err
+    assert name.rpartition("/")[2] in err
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "damage", "words"),
+    [
+        *((case, *what) for case, what in DAMAGE.items() if not case.startswith("npz")),
+        ("summary empty", "summary.json", lambda p: p.write_text(""), "is empty"),
+        ("summary of nothing", "summary.json", lambda p: p.write_text("{}"), "'arms' is None"),
+        ("summary of no counts", "summary.json", lambda p: p.write_text('{"arms": {"strict": {}}}'), "KeyError"),
+        ("evidence torn", "strict/evidence.json", lambda p: p.write_text("{"), "not whole JSON"),
+        ("evidence of no rows", "strict/evidence.json", lambda p: p.write_text('{"train": 3}'), "AttributeError"),
+        ("steps of no figures", STEPS, lambda p: p.write_text('{"step": 0}\n'), "KeyError"),
+    ],
+)
+def test_report_ends_with_2_names_the_damaged_file_and_writes_nothing(tmp_path, case, name, damage, words, capsys):
+    run = write_run(tmp_path / "run")
+    damage(run.root / name)
+    assert cli.main(["report", str(run.root)]) == 2
+    err = capsys.readouterr().err
+    assert str(run.root) in err
+    assert name.rpartition("/")[2] in err
+    assert words in err
+    assert not (run.root / "report.html").exists()
+
+
+def test_a_directory_that_is_none_is_a_usage_error(tmp_path, capsys):
+    assert status((RunDirectory(tmp_path / "x"), RunDirectory(tmp_path / "y"))) == 2
+    assert "has no manifest.json" in capsys.readouterr().err
