@@ -93,3 +93,17 @@ def test_sampling_seeds_differ_by_step_prompt_and_sample():
 
 def test_vocabulary_is_no_multiple_of_a_padding():
     assert len(VOCABULARY) == len(set(VOCABULARY)) == 77
+
+
+def test_a_byte_order_mark_crlf_and_line_separators_in_strings_are_read(tmp_path):
+    path = tmp_path / "p.jsonl"
+    text = '{"prompt": "a\u2028b\x85c", "answer": "1"}\r\n{"prompt": "d", "answer": "2"}\r\n'
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert data.read_examples(str(path)) == [data.Example("a\u2028b\x85c", "1"), data.Example("d", "2")]
+
+
+def test_prompts_that_are_not_utf8_are_refused_by_name(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "\xff", "answer": "1"}')
+    with pytest.raises(ContractError, match="save it as UTF-8"):
+        data.read_examples(str(path))

@@ -77,6 +77,10 @@ def test_a_checkpoint_on_disk_passes(tmp_path, checkpoint):
         ({"max_new_tokens": 511}, ["the context leaves 1"]),
         ({"max_model_len": 4096}, ["4096", "512 positions"]),
         ({"plant": "gemm.col"}, ["--plant gemm.col", "gemm.row"]),
+        ({"plant": "gemm.row", "arm": "native"}, ["--arm native", "use --arm strict or both"]),
+        ({"model": ""}, ["--model '' is empty"]),
+        ({"out": " "}, ["--out ' ' is empty"]),
+        ({"prompts": ""}, ["--prompts '' is empty"]),
     ],
 )
 def test_each_violation_names_what_was_given_and_what_is_supported(tmp_path, changes, words):
@@ -200,7 +204,6 @@ def test_layouts_that_make_no_sense_are_usage_errors(option, word, capsys):
 
 def test_layouts_parse():
     assert parse_layout("tp=2,cp=2", "--train", ("tp", "cp")) == {"tp": 2, "cp": 2}
-    assert parse_layout("", "--train", ("tp", "cp")) == {}
     with pytest.raises(ContractError, match="give each key once"):
         parse_layout("tp=2,tp=2", "--train", ("tp", "cp"))
 
@@ -246,3 +249,30 @@ def test_the_vocabulary_tile_gives_eight_ranks_whole_tiles_without_much_padding(
 def test_run_configs_survive_json():
     config = RunConfig(train=TrainLayout(tp=2, cp=2), rollout=RolloutLayout(tp=4, engines=2))
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", "tp=2,", "tp=2,,cp=1", "tp"])
+def test_a_layout_with_an_empty_part_is_refused(text):
+    with pytest.raises(ContractError, match="--train"):
+        parse_layout(text, "--train", ("tp", "cp"))
+
+
+def test_a_plant_is_accepted_where_it_can_be_planted(tmp_path):
+    assert check(tmp_path, plant="gemm.row", arm="both") == []
+
+
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_an_abbreviated_option_is_refused(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--temp", "1.0"])
+    assert ended.value.code == 2
+    assert "--temp" in capsys.readouterr().err
+
+
+def test_the_version_is_the_installed_one(capsys):
+    from importlib import metadata
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"rl-parity {metadata.version('rl-parity')}\n"

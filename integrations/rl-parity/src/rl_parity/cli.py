@@ -5,12 +5,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_parity.config import ARMS, LAUNCHERS, RolloutLayout, RunConfig, TrainLayout, parse_layout
-
-EQUAL, DIFFERENT, USAGE, FAILURE = 0, 1, 2, 3
+from rl_parity.status import EQUAL, INTERRUPTED, MISMATCH, USAGE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rl-parity: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return status
 
 
@@ -38,10 +38,16 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+class _Parser(argparse.ArgumentParser):
+    """An option must be written out: an abbreviation could name another option in the next version."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "allow_abbrev": False})
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rl-parity", description="RL training whose two engines compute the same bits."
-    )
+    parser = _Parser(prog="rl-parity", description="RL training whose two engines compute the same bits.")
+    parser.add_argument("--version", action="version", version=f"rl-parity {metadata.version('rl-parity')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train, and compare every log-probability bit for bit")
     doctor = commands.add_parser("doctor", help="list every violated precondition of a run; starts nothing")
@@ -130,7 +136,7 @@ def _compare(args: argparse.Namespace) -> int:
     comparison = compare_runs(RunDirectory(args.a), RunDirectory(args.b))
     print("\n".join(comparison.lines()))
     print("verdict: EQUAL, bit for bit" if comparison.equal else "verdict: DIFFERENT")
-    return EQUAL if comparison.equal else DIFFERENT
+    return EQUAL if comparison.equal else MISMATCH
 
 
 def _contracts(args: argparse.Namespace) -> int:

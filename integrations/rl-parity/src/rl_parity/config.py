@@ -105,13 +105,13 @@ def parse_layout(text: str, option: str, supported: tuple[str, ...]) -> dict[str
     """``"tp=2,cp=2"`` as a dict.
 
     Raises:
-        ContractError: an unknown key, a repeated key, or a value that is not a positive integer.
+        ContractError: an empty part, an unknown key, a repeated key, or a value that is not a positive integer.
     """
     out: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
+    example = ",".join(f"{s}=2" for s in supported)
+    for part in (p.strip() for p in text.split(",")):
         key, _, value = part.partition("=")
         if key not in supported:
-            example = ",".join(f"{s}=2" for s in supported)
             raise ContractError(
                 f"{option} got {part!r}; supported keys are {', '.join(supported)}, e.g. {option} {example}"
             )

@@ -67,7 +67,13 @@ def read_examples(source: str) -> list[Example]:
     if not path.is_file():
         raise ContractError(f"prompts {source!r}: no such file; give a JSONL file or one of {BUILT_IN}")
     examples, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        # some editors begin a file with a byte order mark
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(f"{source} cannot be read ({error}); save it as UTF-8") from error
+    # only a newline ends a line: U+2028 and its like may stand in a JSON string
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

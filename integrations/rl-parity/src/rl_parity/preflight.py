@@ -66,7 +66,7 @@ def check(config: RunConfig, *, new_run: bool = True) -> list[str]:
     checks: list[Callable[[RunConfig], Iterator[str]]] = [_options, _sampling, _packages, _machine, _model]
     found = [violation for one in checks for violation in one(config)]
     if new_run:
-        refusal = RunDirectory.refusal(config.out)
+        refusal = RunDirectory.refusal(config.out) if config.out.strip() else None
         found += [refusal] if refusal else []
     return list(dict.fromkeys(found))
 
@@ -81,6 +81,9 @@ def _options(c: RunConfig) -> Iterator[str]:
     for name in ("steps", "batch", "max_new_tokens"):
         if getattr(c, name) < 1:
             yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 1"
+    for name in ("model", "out", "prompts"):
+        if not getattr(c, name).strip():
+            yield f"--{name} {getattr(c, name)!r} is empty; give a path or leave the option out"
     if c.group < 2:
         yield f"--group {c.group}: GRPO compares samples of one prompt; give at least 2"
     for name in ("lr", "kl", "weight_decay"):
@@ -101,6 +104,8 @@ def _options(c: RunConfig) -> Iterator[str]:
 
         if c.plant not in PLANTS:
             yield f"--plant {c.plant}: supported are {', '.join(PLANTS)}"
+        if c.arm == "native":
+            yield f"--plant {c.plant} with --arm native: it is planted in the strict arm; use --arm strict or both"
 
 
 def _sampling(c: RunConfig) -> Iterator[str]:
@@ -153,6 +158,9 @@ def model_config(c: RunConfig) -> dict[str, Any]:
 
 
 def _model(c: RunConfig) -> Iterator[str]:
+    if not c.model.strip():
+        yield from _prompts(c, None, None)
+        return
     try:
         config = model_config(c)
         shape = _shape(config)
@@ -214,6 +222,8 @@ def context(c: RunConfig, config: dict[str, Any]) -> int:
 
 
 def _prompts(c: RunConfig, vocab_size: int | None, longest: int | None) -> Iterator[str]:
+    if not c.prompts.strip():
+        return
     try:
         examples = data.read_examples(c.prompts)
     except ContractError as error:

@@ -21,9 +21,8 @@ from rl_parity.loop import Arm, MismatchFound, load_prompts
 from rl_parity.models import TINY, write_model
 from rl_parity.report import write_report
 from rl_parity.rundir import SUMMARY, RunDirectory, summarize, write_json
+from rl_parity.status import EQUAL, FAILURE, INTERRUPTED, MISMATCH, USAGE
 from vime_sync import PublishError
-
-EQUAL, MISMATCH, USAGE, FAILURE, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def run(config: RunConfig, command: Sequence[str] = ()) -> int:
