@@ -67,6 +67,11 @@ def test_the_plain_calls_pass():
         ({"positions": torch.tensor([0, 1, 2, 3, 4, 6])}, "position 6 in row 5"),
         ({"positions": torch.tensor([-1, 1, 2, 3, 4, 5])}, "position -1 in row 0"),
         ({"positions": torch.arange(5)}, "positions"),
+        ({"positions": torch.arange(6.0)}, r"positions .* torch\.float32"),
+        ({"segment": 512.0}, r"segment=512\.0"),
+        ({"key_tile": 64.0}, r"key_tile=64\.0"),
+        ({"key_tile": True}, "key_tile=True"),
+        ({"scale": "0.25"}, "scale='0.25'"),
         ({"cu_seqlens_q": torch.tensor([0, 4, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6])}, "position -1"),
     ],
     ids=str,
@@ -88,6 +93,13 @@ def test_packed_refuses(change, message):
         ({"query_start_loc": torch.tensor([0, 4, 3])}, "query_start_loc"),
         ({"query_start_loc": torch.tensor([1, 1, 3])}, "query_start_loc"),
         ({"query_start_loc": torch.tensor([0, 3])}, "requests"),
+        ({"seq_lens": torch.tensor([[20, 2]])}, r"seq_lens \(1, 2\)"),
+        ({"block_table": torch.tensor([[0.0, 3.0], [2.9, 99.0]])}, r"block_table of torch\.float32"),
+        ({"block_table": torch.tensor([[0, 3], [2, 99]]).bfloat16()}, r"block_table of torch\.bfloat16"),
+        ({"seq_lens": torch.tensor([20.0, 2.0])}, r"seq_lens of torch\.float32"),
+        ({"seq_lens": torch.tensor([20, 2], dtype=torch.uint8)}, r"seq_lens of torch\.uint8"),
+        ({"query_start_loc": torch.tensor([0.0, 1.0, 3.0])}, r"query_start_loc of torch\.float32"),
+        ({"segment": 512.0}, r"segment=512\.0"),
         ({"q": torch.zeros(3, 3, 16)}, "multiple of Hkv"),
         ({"q": torch.zeros(3, 4, 24)}, "head_dim 16"),
         ({"q": torch.zeros(3, 4, 16).bfloat16()}, "one dtype"),
@@ -136,6 +148,59 @@ def test_write_refuses_a_slot_beyond_the_cache_and_writes_nothing():
     assert bool((cache == 7.0).all())
     with pytest.raises(ContractError, match="supported"):
         rl_attn.write_paged(kv, torch.zeros(2, 3, 16), torch.zeros(2, 3, 16), torch.tensor([3, 4]))
+
+
+def test_write_refuses_slots_that_are_no_integers_and_writes_nothing():
+    cache = torch.full((4, 2, 16, 32), 7.0)
+    kv = rl_attn.PagedKV.from_vllm_cpu(cache, num_kv_heads=2, head_dim=16)
+    for slots in (torch.tensor([3.9, 4.0]), torch.tensor([True, False])):
+        with pytest.raises(ContractError, match=f"slot_mapping of {slots.dtype}"):
+            rl_attn.write_paged(kv, torch.zeros(2, 2, 16), torch.zeros(2, 2, 16), slots)
+    assert bool((cache == 7.0).all())
+
+
+def test_check_paged_refuses_what_attention_paged_refuses():
+    kv = rl_attn.PagedKV.from_vllm_cpu(torch.zeros(4, 2, 16, 32), num_kv_heads=2, head_dim=16)
+    good = {
+        "query_start_loc": torch.tensor([0, 1, 3]),
+        "seq_lens": torch.tensor([20, 2]),
+        "block_table": torch.tensor([[0, 3], [2, 99]]),
+    }
+    rl_attn.check_paged(kv, **good)
+    for name in good:
+        with pytest.raises(ContractError, match=f"{name} of torch.float32"):
+            rl_attn.check_paged(kv, **{**good, name: good[name].float()})
+    with pytest.raises(ContractError, match=r"seq_lens \(1, 2\)"):
+        rl_attn.check_paged(kv, **{**good, "seq_lens": good["seq_lens"][None]})
+
+
+def test_rotary_refuses_positions_that_are_no_integers():
+    x = torch.zeros(3, 2, 16)
+    with pytest.raises(ContractError, match=r"positions .* torch\.float32"):
+        rl_attn.rotary(x, x, torch.arange(3.0), rl_attn.rope_table(8, 16, 1e4))
+
+
+@pytest.mark.parametrize("given", [(5, 0), (5, -1), (-1, 512), (5, 512.0), (5.0, 512), (5, True)])
+def test_segments_of_refuses_what_is_no_count(given):
+    with pytest.raises(ContractError, match=f"segment={given[1]!r}"):
+        rl_attn.segments_of(*given)
+
+
+def test_context_parallel_refuses_no_parts_and_odd_cu_seqlens():
+    cu = torch.tensor([0, 8])
+    assert [rl_attn.segments_of(n) for n in (0, 1, 512, 513)] == [0, 1, 1, 2]
+    with pytest.raises(ContractError, match="no parts"):
+        rl_attn.cp_merge([], cu)
+    for bad in (cu.float(), cu[None], cu[:0]):
+        for call in (
+            lambda bad=bad: rl_attn.cp_rows(bad, 0, 2),
+            lambda bad=bad: rl_attn.cp_split(torch.zeros(8, 1), bad, 0, 2),
+            lambda bad=bad: rl_attn.cp_merge([torch.zeros(4, 1)] * 2, bad),
+        ):
+            with pytest.raises(ContractError, match="cu_seqlens"):
+                call()
+    with pytest.raises(ContractError, match=r"rank 0\.5 of 2"):
+        rl_attn.cp_rows(cu, 0.5, 2)
 
 
 def test_write_skips_padding_and_touches_its_slots_only():

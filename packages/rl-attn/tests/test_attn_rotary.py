@@ -180,6 +180,62 @@ def test_unknown_scaling_is_refused_by_name(scaling, message):
         rope_table(16, 64, 1e4, scaling)
 
 
+NUMBERS = {
+    "llama3": (LLAMA3, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "yarn": (
+        YARN,
+        ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"),
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [0, -1, -1.0, math.nan, math.inf, "8", True])
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, (_, names) in NUMBERS.items() for n in names])
+def test_scaling_numbers_that_are_not_positive_and_finite_are_refused(kind, name, bad):
+    rule = {**NUMBERS[kind][0], name: bad}
+    if name == "mscale" and bad == 0:
+        assert inverse_frequencies(128, 1e6, rule)[1] == inverse_frequencies(128, 1e6, YARN)[1]
+        return
+    with pytest.raises(ContractError, match=f"{name}={bad!r}"):
+        rope_table(16, 64, 1e4, rule)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({**LLAMA3, "low_freq_factor": 4.0}, "must be above low_freq_factor=4.0"),
+        ({**YARN, "beta_fast": 1.0}, "beta_fast=1.0 must be above beta_slow=1.0"),
+        ({**YARN, "beta_slow": 40}, "must be above beta_slow=40.0"),
+        ({**YARN, "original_max_position_embeddings": 1}, "original_max_position_embeddings=1.0"),
+        ({**YARN, "truncate": "no"}, "truncate='no'"),
+        ({**YARN, "type": "llama3"}, "rope_type='yarn' and type='llama3'"),
+        ({**YARN, "rope_theta": 5e5}, "rope_theta=500000.0"),
+    ],
+)
+def test_scaling_rules_that_contradict_themselves_are_refused(scaling, message):
+    with pytest.raises(ContractError, match=message):
+        rope_table(16, 64, 1e4, scaling)
+
+
+@pytest.mark.parametrize(
+    "size", [(16.0, 64, 1e4), (16, 64.0, 1e4), (16, 64, math.inf), (16, 64, math.nan), (16, 64, "9")]
+)
+def test_table_sizes_that_are_no_numbers_are_refused(size):
+    with pytest.raises(ContractError, match="supported"):
+        rope_table(*size)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_table_that_is_not_finite_is_refused(bad):
+    good, broken = torch.ones(2, 4), torch.ones(2, 4)
+    broken[1, 3] = bad
+    rl_attn.RopeTable(good, good)
+    with pytest.raises(ContractError, match="cos holds a NaN"):
+        rl_attn.RopeTable(broken, good)
+    with pytest.raises(ContractError, match="sin holds a NaN"):
+        rl_attn.RopeTable(good, broken)
+
+
 @pytest.mark.parametrize("position", [-1, 16])
 def test_position_outside_the_table_is_refused(position):
     x = torch.randn(2, 1, 8)

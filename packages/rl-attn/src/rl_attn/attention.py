@@ -13,7 +13,9 @@ from rl_attn.checks import (
     require_dtype,
     require_family,
     require_heads,
+    require_indices,
     require_tiles,
+    whole_number,
 )
 from rl_attn.paged import PagedKV
 from rl_attn.rope import RopeTable
@@ -21,7 +23,16 @@ from rl_contract import ContractError
 
 
 def segments_of(length: int, segment: int = 512) -> int:
-    """How many segments a row folds that sees ``length`` keys."""
+    """How many segments a row folds that sees ``length`` keys.
+
+    Raises:
+        ContractError: a negative length, a segment below 1, or either not an integer.
+    """
+    if not (whole_number(length) and whole_number(segment)) or length < 0 or segment < 1:
+        raise ContractError(
+            f"segments_of got length={length!r}, segment={segment!r}; supported: integers, a length of 0 or more and a "
+            "segment of 1 or more; take the segment from the profile"
+        )
     return -(-length // segment)
 
 
@@ -156,8 +167,10 @@ def attention_paged(
         )
     require_heads(where, q.shape[1], cache.num_kv_heads, cache.head_dim)
     require_tiles(where, scale, key_tile, segment)
+    require_indices(where, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
     requests = seq_lens.numel()
-    if query_start_loc.shape != (requests + 1,) or block_table.dim() != 2 or block_table.shape[0] != requests:
+    tables = block_table.dim() == 2 and block_table.shape[0] == requests
+    if seq_lens.dim() != 1 or query_start_loc.shape != (requests + 1,) or not tables:
         raise ContractError(
             f"{where} got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, "
             f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
@@ -182,6 +195,7 @@ def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: 
     where = "write_paged"
     require_device(where, cache.k, k, v, slot_mapping)
     require_dtype(where, k=k, v=v, cache=cache.k)
+    require_indices(where, slot_mapping=slot_mapping)
     expected = (slot_mapping.numel(), cache.num_kv_heads, cache.head_dim)
     if tuple(k.shape) != expected or tuple(v.shape) != expected or slot_mapping.dim() != 1:
         raise ContractError(

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_contract import ContractError, MissingSupport
 
 FAMILIES = ("segments", "nosplit")
+INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
 
 
@@ -36,14 +38,33 @@ def require_heads(where: str, q_heads: int, kv_heads: int, head_dim: int) -> Non
         raise ContractError(f"{where} got head_dim={head_dim}; supported: multiples of 8 up to 256, pad q, k and v")
 
 
+def whole_number(value: Any) -> bool:
+    """A Python or NumPy integer; True is none, nor is 512.0."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def require_indices(where: str, **tensors: torch.Tensor) -> None:
+    """int32 or int64 each; no value is looked at, so nothing waits for a GPU."""
+    for name, x in tensors.items():
+        if x.dtype not in INDEX_DTYPES:
+            raise ContractError(f"{where} got {name} of {x.dtype}; supported: {INDEX_DTYPES}, make them as integers")
+
+
 def require_tiles(where: str, scale: float, key_tile: int, segment: int) -> None:
+    if not (whole_number(key_tile) and whole_number(segment)):
+        raise ContractError(
+            f"{where} got key_tile={key_tile!r}, segment={segment!r}; supported: integers; take both from the profile"
+        )
     if key_tile < 16 or key_tile % 16 or segment < key_tile or segment % key_tile:
         raise ContractError(
             f"{where} got key_tile={key_tile}, segment={segment}; supported: key_tile a multiple of 16, segment a "
             "multiple of key_tile; take both from the profile"
         )
-    if not 0.0 < scale < float("inf"):
-        raise ContractError(f"{where} got scale={scale}; supported: a positive finite number, usually head_dim ** -0.5")
+    real = isinstance(scale, (int, float, np.floating)) and not isinstance(scale, bool)
+    if not real or not 0.0 < scale < float("inf"):
+        raise ContractError(
+            f"{where} got scale={scale!r}; supported: a positive finite number, usually head_dim ** -0.5"
+        )
 
 
 def require_family(where: str, family: str) -> None:
@@ -74,7 +95,7 @@ def refuse_variants(where: str, options: dict[str, Any]) -> None:
 
 def require_cu_seqlens(where: str, name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     """Starts at 0, never falls, ends at the number of tokens."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in INDEX_DTYPES:
         raise ContractError(
             f"{where} got {name} {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; supported: int32 or int64 "
             "[sequences + 1]"

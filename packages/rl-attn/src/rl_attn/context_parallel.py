@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_attn.attention import attention_packed
-from rl_attn.checks import check_call, require_cu_seqlens
+from rl_attn.checks import check_call, require_cu_seqlens, require_indices, whole_number
 from rl_attn.ops import packed
 from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
 from rl_contract import Communicator, ContractError
@@ -28,11 +28,19 @@ def _chunks(rank: int, world: int, layout: str) -> tuple[int, tuple[int, ...]]:
     raise ContractError(f"context parallel got layout {layout!r}; supported: {LAYOUTS}")
 
 
+def _tokens(cu_seqlens: torch.Tensor) -> int:
+    """The last entry: rows of the whole batch."""
+    require_indices("context parallel", cu_seqlens=cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ContractError(f"context parallel got cu_seqlens {tuple(cu_seqlens.shape)}; supported: [sequences + 1]")
+    return int(cu_seqlens[-1])
+
+
 def _check(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str) -> int:
-    if world < 1 or not 0 <= rank < world:
+    if not (whole_number(rank) and whole_number(world)) or world < 1 or not 0 <= rank < world:
         raise ContractError(f"context parallel got rank {rank} of {world}; supported: 0 <= rank < world")
     chunks, _ = _chunks(rank, world, layout)
-    require_cu_seqlens("context parallel", "cu_seqlens", cu_seqlens, int(cu_seqlens[-1]))
+    require_cu_seqlens("context parallel", "cu_seqlens", cu_seqlens, _tokens(cu_seqlens))
     lengths = cu_seqlens.diff().tolist()
     for n, length in enumerate(lengths):
         if length % chunks:
@@ -67,19 +75,21 @@ def cp_rows(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str = "zigz
 def cp_positions(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str = "zigzag") -> torch.Tensor:
     """int64 ``[T / world]``: absolute position, inside its sequence, of every row that a rank holds."""
     rows = cp_rows(cu_seqlens, rank, world, layout)
-    return positions_of_all_keys(cu_seqlens, int(cu_seqlens[-1]))[rows]
+    return positions_of_all_keys(cu_seqlens, _tokens(cu_seqlens))[rows]
 
 
 def cp_split(x: torch.Tensor, cu_seqlens: torch.Tensor, rank: int, world: int, layout: str = "zigzag") -> torch.Tensor:
     """This rank's rows ``[T / world, ...]`` of ``x [T, ...]``."""
-    _require_rows("cp_split", x, int(cu_seqlens[-1]))
+    _require_rows("cp_split", x, _tokens(cu_seqlens))
     return x[cp_rows(cu_seqlens, rank, world, layout)]
 
 
 def cp_merge(parts: list[torch.Tensor], cu_seqlens: torch.Tensor, layout: str = "zigzag") -> torch.Tensor:
     """``[T, ...]`` in absolute order from every rank's rows, rank 0 first; the inverse of ``cp_split``."""
+    if not parts:
+        raise ContractError("cp_merge got no parts; give every rank's rows, rank 0 first")
     gathered = torch.cat(parts)
-    _require_rows("cp_merge", gathered, int(cu_seqlens[-1]))
+    _require_rows("cp_merge", gathered, _tokens(cu_seqlens))
     return gathered[_merge_order(cu_seqlens, len(parts), layout)]
 
 

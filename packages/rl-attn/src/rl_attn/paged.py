@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_attn.checks import require_indices
 from rl_contract import ContractError
 
 LAYOUTS = ("vllm_cpu", "vllm_split")
@@ -88,8 +89,17 @@ def check_paged(
     """Look at the values that ``attention_paged`` on a GPU takes on trust: once a step, or after an output of NaN.
 
     Raises:
-        ContractError: the first row start, length or page id that the cache or the table does not hold.
+        ContractError: shapes, dtypes, or the first row start, length or page id that the cache or the table does not
+            hold.
     """
+    require_indices("check_paged", query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
+    requests = seq_lens.numel()
+    tables = block_table.dim() == 2 and block_table.shape[0] == requests
+    if seq_lens.dim() != 1 or query_start_loc.shape != (requests + 1,) or not tables:
+        raise ContractError(
+            f"check_paged got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, "
+            f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
+        )
     starts, lens, table = (x.to("cpu", torch.int64) for x in (query_start_loc, seq_lens, block_table))
     rows = starts.diff()
     entries = torch.arange(table.shape[1])

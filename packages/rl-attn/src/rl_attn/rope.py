@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rl_attn import cpu_rotary
+from rl_attn.checks import whole_number
 from rl_attn.contract import SCALING_TYPES
 from rl_contract import ContractError
 
@@ -28,6 +29,11 @@ class RopeTable:
                 raise ContractError(
                     f"RopeTable {name} is {tuple(x.shape)} {x.dtype}; supported: two equal [positions, rotary_dim/2] "
                     "float32 tensors, build them with rope_table"
+                )
+            # a table on a GPU is taken on trust: looking would stop the stream
+            if x.device.type == "cpu" and not bool(x.isfinite().all()):
+                raise ContractError(
+                    f"RopeTable {name} holds a NaN or infinity; supported: finite values, check the scaling parameters"
                 )
         self._tables = {cos.device: (cos.contiguous(), sin.contiguous())}
         self._first = cos.device
@@ -70,8 +76,8 @@ def rope_table(
     Raises:
         ContractError: sizes out of range, an unknown rule, a missing or unknown parameter.
     """
-    if not 1 <= max_positions <= MAX_POSITIONS:
-        raise ContractError(f"rope_table got max_positions={max_positions}; supported: 1 to {MAX_POSITIONS}")
+    if not whole_number(max_positions) or not 1 <= max_positions <= MAX_POSITIONS:
+        raise ContractError(f"rope_table got max_positions={max_positions!r}; supported: 1 to {MAX_POSITIONS}")
     inv_freq, factor = inverse_frequencies(rotary_dim, theta, scaling)
     cos = np.empty((max_positions, rotary_dim // 2), np.float32)
     sin = np.empty_like(cos)
@@ -83,16 +89,20 @@ def inverse_frequencies(
     rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
 ) -> tuple[np.ndarray, float]:
     """Inverse frequencies fp64 ``[rotary_dim / 2]`` after scaling, and the factor on cos and sin."""
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ContractError(f"rope got rotary_dim={rotary_dim}; supported: a positive even number")
-    if not theta > 1.0:
-        raise ContractError(f"rope got theta={theta}; supported: a number above 1")
+    if not whole_number(rotary_dim) or rotary_dim < 2 or rotary_dim % 2:
+        raise ContractError(f"rope got rotary_dim={rotary_dim!r}; supported: a positive even number")
+    if not _positive(theta) or not theta > 1.0:
+        raise ContractError(f"rope got theta={theta!r}; supported: a finite number above 1")
     plain = _plain_inverse_frequencies(rotary_dim, theta)
     rule = dict(scaling or {})
     # both spellings occur in checkpoints, and newer configurations repeat the base here
-    kind = rule.pop("rope_type", None) or rule.pop("type", None) or "default"
-    for repeated in ("type", "rope_theta"):
-        rule.pop(repeated, None)
+    kind, older = rule.pop("rope_type", None), rule.pop("type", None)
+    if kind and older and kind != older:
+        raise ContractError(f"rope got rope_type={kind!r} and type={older!r}; supported: one rule, drop one of them")
+    kind = kind or older or "default"
+    base = rule.pop("rope_theta", None)
+    if base is not None and base != theta:
+        raise ContractError(f"rope got theta={theta} and rope_theta={base!r} in scaling; supported: equal, drop one")
     if kind not in SCALING_TYPES:
         raise ContractError(f"rope got rope_type={kind!r}; supported: {SCALING_TYPES}; use a model with one of these")
     if kind == "default":
@@ -117,6 +127,11 @@ def _ln(x: float) -> float:
         return float(Decimal(repr(float(x))).ln())
 
 
+def _positive(value: Any) -> bool:
+    real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return real and 0.0 < value < float("inf")
+
+
 def _take(kind: str, rule: dict[str, Any], needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
     missing = [k for k in needed if rule.get(k) is None]
     unknown = sorted(set(rule) - set(needed) - set(optional))
@@ -125,6 +140,17 @@ def _take(kind: str, rule: dict[str, Any], needed: tuple[str, ...], optional: tu
             f"rope scaling {kind!r}: missing {missing}, unknown {unknown}; needed {list(needed)}, "
             f"optional {list(optional)}"
         )
+    for name, value in rule.items():
+        # 0 switches the magnitude of YaRN off, as a missing one does
+        off = value is None or (name in ("mscale", "mscale_all_dim") and value == 0)
+        if name == "truncate":
+            if value is not None and not isinstance(value, bool):
+                raise ContractError(f"rope scaling {kind!r}: {name}={value!r}; supported: True or False")
+        elif not off and not _positive(value):
+            raise ContractError(
+                f"rope scaling {kind!r}: {name}={value!r}; supported: a positive finite number; "
+                "take it from the model's configuration"
+            )
 
 
 def _llama3(plain: np.ndarray, rule: dict[str, Any]) -> np.ndarray:
@@ -150,11 +176,19 @@ def _yarn(plain: np.ndarray, rotary_dim: int, theta: float, rule: dict[str, Any]
     def magnitude(scale: float) -> float:
         return 0.1 * scale * _ln(factor) + 1.0 if factor > 1.0 else 1.0
 
-    low = correction_dim(float(rule.get("beta_fast") or 32))
-    high = correction_dim(float(rule.get("beta_slow") or 1))
+    fast, slow = float(rule.get("beta_fast") or 32), float(rule.get("beta_slow") or 1)
+    if not fast > slow:
+        raise ContractError(f"rope scaling 'yarn': beta_fast={fast} must be above beta_slow={slow}")
+    low, high = correction_dim(fast), correction_dim(slow)
     if rule.get("truncate", True):
         low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(low, 0.0), min(high, float(rotary_dim - 1))
+    if low > high:
+        raise ContractError(
+            f"rope scaling 'yarn': original_max_position_embeddings={original} with beta_fast={fast}, "
+            f"beta_slow={slow} and theta={theta} leaves no frequency between them; supported: a context in which some "
+            "frequency turns beta_slow to beta_fast times"
+        )
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(rotary_dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
