@@ -199,6 +199,12 @@ def test_layout_a_tied_head_that_came_apart_is_refused_on_every_side():
         from_vllm({**engine, "lm_head.weight": engine["model.embed_tokens.weight"] + 1}, shape, 0, 1)
 
 
+def test_layout_an_unknown_spelling_of_the_norms_is_refused():
+    for call in (lambda: from_hf({}, shape_of(), 0, 1, norms="x"), lambda: megatron_shapes(shape_of(), 1, norms="x")):
+        with pytest.raises(ContractError, match=r"norms='x'; supported: \['fused', 'local'\]"):
+            call()
+
+
 def test_layout_from_hf_lists_missing_unknown_and_mis_shaped():
     shape = shape_of()
     hf = weights(shape)

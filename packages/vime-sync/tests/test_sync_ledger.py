@@ -2,8 +2,12 @@
 
 import json
 import os
+import subprocess
+import sys
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +29,9 @@ def train(ledger, steps, first=0):
         ledger.add_version(V[step])
         for i in range(2):
             ledger.add_sample(f"s{step}.{i}", generated=4, spans=[(str(V[step]), 0, 4)], token_ids=[step, i, 7, 8, 9])
-        ledger.consume(step, [f"s{step}.0", f"s{step}.1"], token_ids={f"s{step}.0": [step, 0, 7, 8, 9]})
+        ledger.consume(
+            step, [f"s{step}.0", f"s{step}.1"], token_ids={f"s{step}.{i}": [step, i, 7, 8, 9] for i in range(2)}
+        )
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=9), st.data())
@@ -168,7 +174,79 @@ def test_ledger_a_sample_is_consumed_once_and_with_its_own_tokens():
     refused(lambda: ledger.drop("x", "late"), "unknown")
     ledger.add_version(V[1])
     refused(lambda: ledger.consume(1, ["a"]), "consumed by step 0")
-    ledger.consume(1, ["b"])
+    ledger.consume(1, ["b"], token_ids={"b": [1, 3]})
+
+
+def test_ledger_token_ids_are_required_where_the_rollout_recorded_them():
+    ledger = StepLedger(run_id="run")
+    ledger.add_version(V[0])
+    for name, tokens in (("a", [1, 2]), ("b", torch.tensor([1, 3])), ("bare", None)):
+        ledger.add_sample(name, generated=1, spans=[(str(V[0]), 0, 1)], token_ids=tokens)
+    both = {"a": np.array([1, 2]), "b": [1, 3]}
+    for tokens_of in (None, {}, {"b": [1, 3]}):
+        refused(lambda ids=tokens_of: ledger.consume(0, ["a", "b"], token_ids=ids), "sample a was entered with token")
+    refused(lambda: ledger.consume(0, ["a"], token_ids=both), "token ids of b")
+    refused(lambda: ledger.consume(0, ["bare"], token_ids={"bare": [1]}), "bare was entered without token ids")
+    refused(lambda: ledger.consume(0, ["a"], token_ids={"a": [1, 2.0]}), "token id 2.0 at 1")
+    refused(lambda: ledger.consume(0.0, ["bare"]), "step is 0.0")
+    assert not ledger.steps
+    assert ledger.consume(0, ["a", "b", "bare"], token_ids=both).tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"token_ids": [4]}, "1 token ids for 2 generated"),
+        ({"token_ids": [4, 5.0, 6]}, "token id 5.0 at 1"),
+        ({"token_ids": [4, -5, 6]}, "token id -5 at 1"),
+        ({"token_ids": [4, True, 6]}, "token id True at 1"),
+        ({"token_ids": torch.tensor([4.0, 5.0, 6.0])}, "at 0"),
+        ({"token_ids": "456"}, "token id '4' at 0"),
+        ({"generated": 2.0}, "generated=2.0"),
+        ({"generated": -1, "spans": []}, "generated=-1"),
+        ({"generated": True}, "generated=True"),
+        ({"spans": [(str(V[0]), 0, 2.5)]}, "must be integers"),
+        ({"sample_id": 5}, "sample id 5"),
+    ],
+    ids=str,
+)
+def test_ledger_samples_that_are_no_token_counts_are_refused_and_not_written(tmp_path, change, named):
+    path = tmp_path / "ledger.jsonl"
+    with StepLedger(path, run_id="run") as ledger:
+        ledger.add_version(V[0])
+        before = path.read_bytes()
+        call = {"sample_id": "a", "generated": 2, "spans": [(str(V[0]), 0, 2)], "token_ids": [4, 5, 6], **change}
+        refused(lambda: ledger.add_sample(call.pop("sample_id"), **call), named)
+        assert path.read_bytes() == before
+        assert not ledger.samples
+    path.write_bytes(before + b'{"event":"sample","id":"a","generated":2.5,"spans":[],"tokens":null}\n')
+    refused(lambda: StepLedger(path, run_id="run"), "line 3", "generated=2.5")
+
+
+def test_ledger_one_writer_holds_a_file(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    with StepLedger(path, run_id="run") as ledger:
+        ledger.add_version(V[0])
+        refused(lambda: StepLedger(path, run_id="run"), "held by another open ledger")
+        # the refused one neither wrote nor took the lock along
+        refused(lambda: StepLedger(path, run_id="run"), "held by another open ledger")
+        ledger.add_sample("a", generated=1, spans=[(str(V[0]), 0, 1)])
+    refused(lambda: ledger.drop("a", "late"), "closed")
+    with StepLedger(path, run_id="run") as again:
+        assert list(again.samples) == ["a"]
+        assert again.samples["a"].dropped is None
+
+
+def test_ledger_is_free_after_its_process_was_killed(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    code = "import sys, time; from vime_sync import StepLedger; L = StepLedger(sys.argv[1], run_id='run'); "
+    code += "print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        refused(lambda: StepLedger(path, run_id="run"), "held by another open ledger")
+        process.kill()
+        process.wait()
+    StepLedger(path, run_id="run").close()
 
 
 @settings(max_examples=60, deadline=None)

@@ -35,13 +35,19 @@ _NORMS = {
 }
 
 
+def _norm_names(norms: str) -> tuple[str, str]:
+    if norms not in _NORMS:
+        raise ContractError(f"norms={norms!r}; supported: {sorted(_NORMS)}, as the trainer's layer spec keeps them")
+    return _NORMS[norms]
+
+
 def megatron_shapes(
     shape: ModelShape, tp: int, *, padded_vocab: int | None = None, norms: NormSpelling = "local"
 ) -> dict[str, tuple[int, ...]]:
     """Megatron name -> shape of one rank's tensor, for every parameter, in canonical order."""
     rows = _padded_vocab(shape, tp, padded_vocab) // tp
     qkv = shape.q_rows + 2 * shape.kv_rows
-    input_norm, mlp_norm = _NORMS[norms]
+    input_norm, mlp_norm = _norm_names(norms)
     found: dict[str, tuple[int, ...]] = {_EMBED: (rows, shape.hidden)}
     for layer in range(shape.layers):
         at = f"decoder.layers.{layer}."
@@ -109,13 +115,13 @@ def from_hf(
         norms: ``local`` (``input_layernorm.weight``) or ``fused`` (``self_attention.linear_qkv.layer_norm_weight``).
 
     Raises:
-        ContractError: missing, unknown or mis-shaped tensors, all listed.
+        ContractError: an unknown spelling of the norms; missing, unknown or mis-shaped tensors, all listed.
     """
+    input_norm, mlp_norm = _norm_names(norms)
     shape.check_tp(tp, tp_rank)
     check_hf(hf_tensors, shape)
     padded = _padded_vocab(shape, tp, padded_vocab)
     local: dict[str, torch.Tensor] = {}
-    input_norm, mlp_norm = _NORMS[norms]
 
     def part(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.chunk(tp, dim)[tp_rank].clone(memory_format=torch.contiguous_format)

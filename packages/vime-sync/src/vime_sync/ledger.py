@@ -4,6 +4,7 @@ An append-only file of JSON lines, one event a line, flushed to the disk before 
 has no newline was never committed: resuming drops it. Reading a ledger replays every check that writing it made.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_contract import ContractError
-from vime_sync.spans import Span, check_spans, tokens_digest
+from vime_sync.spans import Span, check_spans, token_ids_of, tokens_digest, whole_number
 from vime_sync.version import PolicyVersion
 
 Event = dict[str, Any]
@@ -47,23 +48,26 @@ class StepLedger:
     """The timeline of one run.
 
     Args:
-        path: JSONL file, resumed when it exists; None keeps the ledger in memory.
+        path: JSONL file, resumed when it exists; None keeps the ledger in memory. One ledger holds a file at a time:
+            until ``close`` or the end of the process, every other one on it is refused.
         run_id: the run that all versions must belong to.
         max_staleness: largest allowed (step of the version served - step of the version of the oldest token).
 
     Raises:
-        ContractError: the file belongs to another run, or a committed line breaks a rule.
+        ContractError: the file is held by another ledger or belongs to another run, or a committed line breaks a rule.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, run_id: str, max_staleness: int = 0) -> None:
-        if max_staleness < 0:
-            raise ContractError(f"max_staleness is {max_staleness}; give 0 (on-policy) or more")
+        if not whole_number(max_staleness) or max_staleness < 0:
+            raise ContractError(f"max_staleness is {max_staleness!r}; give 0 (on-policy) or more")
         self.run_id, self.max_staleness = run_id, max_staleness
         self.versions: dict[str, PolicyVersion] = {}
         self.samples: dict[str, Sample] = {}
         self.steps: list[StepReport] = []
         self.served: PolicyVersion | None = None
         self._file: BinaryIO | None = None
+        self._owner: int | None = None
+        self._closed = False
         if path is not None:
             self._open(Path(path))
 
@@ -84,14 +88,26 @@ class StepLedger:
     ) -> Sample:
         """Enter a finished sample; ``token_ids`` (prompt and answer) let ``consume`` check the trainer's.
 
+        Args:
+            generated: tokens the engine made, the last of ``token_ids``.
+            token_ids: integers of 0 or more.
+
         Raises:
-            ContractError: the id was entered before, the spans do not cover the tokens, or one names a version that
-                was never published.
+            ContractError: the id was entered before, the spans do not cover the tokens, one names a version that was
+                never published, a token id is no integer of 0 or more, or there are fewer ids than generated tokens.
         """
+        if not isinstance(sample_id, str):
+            raise ContractError(f"sample id {sample_id!r} is no string; give str, unique in the run")
         found = check_spans(spans, generated)
-        event: Event = {"event": "sample", "id": sample_id, "generated": generated}
+        tokens = None if token_ids is None else token_ids_of(f"sample {sample_id}", token_ids)
+        if tokens is not None and len(tokens) < generated:
+            raise ContractError(
+                f"sample {sample_id} has {len(tokens)} token ids for {generated} generated tokens; give the ids of the "
+                "prompt and of the whole answer"
+            )
+        event: Event = {"event": "sample", "id": sample_id, "generated": int(generated)}
         event["spans"] = [[span.version, span.start, span.end] for span in found]
-        event["tokens"] = None if token_ids is None else tokens_digest(token_ids)
+        event["tokens"] = None if tokens is None else tokens_digest(tokens)
         self._commit(event)
         return self.samples[sample_id]
 
@@ -113,13 +129,25 @@ class StepLedger:
 
         All or nothing; on an error the ledger is as before.
 
+        Args:
+            token_ids: what the trainer scored, by sample id: of every sample that was entered with token ids, and of no
+                other.
+
         Raises:
             ContractError: not the next step, a version of another step is served, no sample; and for each sample:
-                unknown, given twice, consumed or dropped before, staler than the bound, other tokens than entered.
+                unknown, given twice, consumed or dropped before, staler than the bound, entered with token ids
+                that are missing or differ here, or entered without any and given some.
         """
-        ids = list(sample_ids)
-        event: Event = {"event": "step", "step": step, "ids": ids}
-        event["tokens"] = {i: tokens_digest(given) for i, given in (token_ids or {}).items()}
+        if not whole_number(step):
+            raise ContractError(f"step is {step!r}; give the number of the training step, an integer")
+        ids = [str(i) for i in sample_ids]
+        scored = {str(i): token_ids_of(f"step {step}, sample {i}", given) for i, given in (token_ids or {}).items()}
+        if others := sorted(scored.keys() - set(ids)):
+            raise ContractError(
+                f"step {step}: token ids of {', '.join(others)}, which it does not consume; leave them out"
+            )
+        event: Event = {"event": "step", "step": int(step), "ids": ids}
+        event["tokens"] = {i: tokens_digest(given) for i, given in scored.items()}
         self._commit(event)
         return self.steps[-1]
 
@@ -160,7 +188,12 @@ class StepLedger:
         }
 
     def close(self) -> None:
+        """Let go of the file; what was entered stays readable, nothing more can be entered."""
+        self._closed = True
         if self._file is not None:
+            # a forked child shares the lock: it must neither keep it past this call nor drop it for its parent
+            if self._owner == os.getpid():
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
             self._file = None
 
@@ -172,6 +205,8 @@ class StepLedger:
 
     def _commit(self, event: Event) -> None:
         # check first, write second, change the state last: neither a refused nor a half-written event is ever seen
+        if self._closed:
+            raise ContractError("the ledger is closed; open it again on its path to enter more")
         change = self._checked(event)
         if self._file is not None:
             at = self._file.tell()
@@ -234,7 +269,7 @@ class StepLedger:
         return version
 
     def _checked_sample(self, event: Event) -> Sample:
-        sample_id, generated = str(event["id"]), int(event["generated"])
+        sample_id, generated = str(event["id"]), event["generated"]
         if sample_id in self.samples:
             raise ContractError(f"sample {sample_id} is in the ledger already; ids are given once in a run")
         spans = check_spans(event["spans"], generated)
@@ -281,7 +316,11 @@ class StepLedger:
             found.append(f"sample {sample_id} was {_fate(sample)}")
         if (stale := self.staleness(sample_id)) > self.max_staleness:
             found.append(f"sample {sample_id} is {stale} steps stale, the bound is {self.max_staleness}")
-        if sample_id in tokens and tokens[sample_id] != sample.tokens_sha256:
+        if sample_id in tokens and sample.tokens_sha256 is None:
+            found.append(f"sample {sample_id} was entered without token ids, which leaves nothing to check")
+        elif sample_id not in tokens and sample.tokens_sha256 is not None:
+            found.append(f"sample {sample_id} was entered with token ids; pass what the trainer scored as token_ids")
+        elif sample_id in tokens and tokens[sample_id] != sample.tokens_sha256:
             found.append(f"sample {sample_id} has other tokens than the rollout recorded")
         return found
 
@@ -299,6 +338,17 @@ class StepLedger:
         fresh = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
+        try:
+            # the kernel lets go of it when the file is closed, also by the end of the process
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._owner = os.getpid()
+        except OSError as error:
+            self.close()
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise ContractError(
+                f"{path} is held by another open ledger; one writer at a time is supported: close that one first"
+            ) from error
         self._file.seek(0)
         data = self._file.read()
         committed = data.rfind(b"\n") + 1

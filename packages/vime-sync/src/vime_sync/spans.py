@@ -1,6 +1,7 @@
 """Which version produced which generated tokens of one sample: contiguous spans that cover every token exactly."""
 
 import hashlib
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,15 @@ class Span:
                 version, start, end = span.version, span.start, span.end
             except AttributeError as error:
                 raise ContractError(f"{span!r} is no version span; give (version, start, end)") from error
+        if not (whole_number(start) and whole_number(end)):
+            raise ContractError(f"version span {(version, start, end)!r}; its start and end must be integers")
         return cls(str(version), int(start), int(end))
 
 
 def check_spans(spans: Iterable[Any], generated: int) -> tuple[Span, ...]:
     """The spans in order, provided that they cover tokens 0 to ``generated`` exactly: no gap, overlap or empty span."""
+    if not whole_number(generated) or generated < 0:
+        raise ContractError(f"generated={generated!r}; give the number of generated tokens, an integer of 0 or more")
     found = tuple(Span.of(span) for span in spans)
     at = 0
     for span in found:
@@ -56,6 +61,29 @@ def spans_from_pauses(starts: Sequence[tuple[int, str]], generated: int) -> tupl
         elif end > start:
             merged.append(Span(version, start, end))
     return check_spans(merged, generated)
+
+
+def whole_number(value: Any) -> bool:
+    """An integer of any library; True is none, nor is 2.0."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def token_ids_of(where: str, token_ids: Iterable[Any]) -> list[int]:
+    """The ids as integers.
+
+    Raises:
+        ContractError: one is no integer or is negative.
+    """
+    found: list[int] = []
+    for at, value in enumerate(token_ids):
+        if not whole_number(value) or value < 0:
+            raise ContractError(f"{where}: token id {value!r} at {at}; supported: integers of 0 or more")
+        found.append(int(value))
+    return found
 
 
 def tokens_digest(token_ids: Sequence[int]) -> str:
