@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rl_contract import ContractError
-from rl_parity.launch import WorkerFailure, make_launcher, wait_all
+from rl_parity.launch import WorkerFailure, make_launcher, traces, wait_all
 from rl_parity.launch.processes import marked, survivors
 
 TESTS = str(Path(__file__).parent)
@@ -80,11 +80,10 @@ def test_an_unknown_launcher_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["inside the virtual environment", "long"])
-def test_ray_session_folder_is_short_and_outside_the_virtual_environment(where, tmp_path, monkeypatch):
+def test_scratch_folder_is_short_and_outside_the_virtual_environment(where, tmp_path, monkeypatch):
     # Ray refuses a folder inside the environment in a child's log only, and then waits for ever
-    ray_actors = pytest.importorskip("rl_parity.launch.ray_actors")
     monkeypatch.setattr("tempfile.tempdir", sys.prefix if where.startswith("inside") else str(tmp_path))
-    folder = ray_actors._session_folder()
-    folder.rmdir()
+    folder = traces.scratch_folder()
+    traces.remove_folder(folder)
     assert not folder.is_relative_to(Path(sys.prefix).resolve())
     assert len(str(folder)) < 36

@@ -1,15 +1,15 @@
 """``rl-parity run | doctor | compare | contracts | report``. Imports nothing heavy until a command needs it."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_parity.config import ARMS, LAUNCHERS, RolloutLayout, RunConfig, TrainLayout, parse_layout
+from rl_parity.launch import signals
 from rl_parity.status import EQUAL, INTERRUPTED, MISMATCH, USAGE
 
 
@@ -18,24 +18,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 equal, 1 a mismatch, 2 usage or a failed preflight, 3 an engine or sync failure, 130 interrupted.
     """
+    args = _parser().parse_args(argv)
+    signals.install()
+    try:
+        return _command(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if argv is None:
+            signals.ignore()
+
+
+def _command(args: argparse.Namespace) -> int:
     from rl_contract import ContractError, MissingSupport
 
-    args = _parser().parse_args(argv)
-    # a terminated run cleans up as an interrupted one does, also where a shell started it with SIGINT ignored
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
     try:
         status: int = args.command(args)
     except (ContractError, MissingSupport) as error:
         print(f"rl-parity: {error}", file=sys.stderr)
         return USAGE
-    except KeyboardInterrupt:
-        return INTERRUPTED
     return status
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 class _Parser(argparse.ArgumentParser):

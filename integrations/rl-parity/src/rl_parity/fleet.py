@@ -1,7 +1,6 @@
 """The processes of one arm: trainer ranks and engines started, called together, closed."""
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,9 @@ from rl_contract import Profile
 from rl_parity import checkpoint, preflight
 from rl_parity.config import RunConfig
 from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
-from rl_parity.launch.processes import MARK, end, shared_segments, survivors
+from rl_parity.launch.processes import MARK, end, lives, survivors
+from rl_parity.launch.signals import shield
+from rl_parity.launch.traces import mapped, remove_folder, remove_shared, scratch_folder
 from vime_sync.layout import ModelShape
 
 # one thread per process: ranks share the cores, and no bit depends on the count
@@ -98,8 +99,9 @@ class Fleet:
         self.trainers: list[Worker] = []
         self.engines: list[Worker] = []
         self._launcher: Launcher | None = None
-        self._segments: set[Path] = set()
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: list[psutil.Process] = []
+        self._segments: set[int] = set()
+        self._scratch: Path | None = None
 
     def __enter__(self) -> "Fleet":
         try:
@@ -114,10 +116,10 @@ class Fleet:
 
     def _start(self) -> None:
         c = self.config
-        self._scratch = tempfile.TemporaryDirectory(prefix="rl-parity-")
+        self._scratch = scratch_folder()
         self._launcher = make_launcher(c.launcher, self._logs)
         for rank in range(c.train.world_size):
-            self.trainers.append(self._start_trainer(rank, f"file://{self._scratch.name}/rendezvous"))
+            self.trainers.append(self._start_trainer(rank, f"file://{self._scratch}/rendezvous"))
         one_by_one = self._memory_is_tight()
         for index in range(c.rollout.engines):
             self.engines.append(self._start_engine(index))
@@ -126,8 +128,9 @@ class Fleet:
         # a report is answered only by a worker that stands
         self.all(self.trainers, "report")
         self.all(self.engines, "report")
-        # known now, since a process that dies later no longer tells what it had mapped
-        self._segments = shared_segments(survivors(os.environ.get(MARK, "")))
+        # known now: a process that dies later no longer tells what it had mapped, nor whose its children are
+        self._processes = survivors(os.environ.get(MARK, ""))
+        self._segments = mapped(p.pid for p in self._processes)
 
     def _start_trainer(self, rank: int, init_method: str) -> Worker:
         c = self.config
@@ -153,10 +156,19 @@ class Fleet:
     def _start_engine(self, index: int) -> Worker:
         c = self.config
         assert self._launcher is not None
+        assert self._scratch is not None
+        # vLLM leaves its sockets behind
+        scratch = self._scratch / f"e{index}"
+        scratch.mkdir()
         return self._launcher.start(
             f"engine-{index}",
             "rl_parity.engine_worker:EngineWorker",
-            env={**_ENGINE, **engine_cores(c, index, sorted(os.sched_getaffinity(0)))},
+            env={
+                **_ENGINE,
+                **engine_cores(c, index, sorted(os.sched_getaffinity(0))),
+                "TMPDIR": str(scratch),
+                "VLLM_RPC_BASE_PATH": str(scratch),
+            },
             kwargs={
                 "name": f"engine-{index}",
                 "arm": self.arm,
@@ -209,15 +221,17 @@ class Fleet:
 
     def close(self) -> None:
         """End every process of this arm, whatever state it is in; safe to call twice."""
-        if self._launcher is not None:
-            # looked up while parents live: an orphan can no longer be told from a stranger
-            ours = survivors(os.environ.get(MARK, ""))
-            segments = self._segments | shared_segments(ours)
-            self._launcher.close()
-            self._launcher = None
-            end(ours)
-            for segment in segments:
-                segment.unlink(missing_ok=True)
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
+        with shield():
+            if self._launcher is not None:
+                # looked up while parents live: an orphan can no longer be told from a stranger
+                ours = [*self._processes, *survivors(os.environ.get(MARK, ""))]
+                segments = self._segments | mapped(p.pid for p in ours if lives(p))
+                try:
+                    self._launcher.close()
+                finally:
+                    self._launcher = None
+                    end(ours)
+                    remove_shared(segments)
+            if self._scratch is not None:
+                remove_folder(self._scratch)
+                self._scratch = None

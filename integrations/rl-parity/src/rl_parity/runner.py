@@ -17,6 +17,7 @@ from rl_parity import checkpoint, metrics, preflight
 from rl_parity.config import RunConfig
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked
+from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, MismatchFound, load_prompts
 from rl_parity.models import TINY, write_model
 from rl_parity.report import write_report
@@ -45,10 +46,12 @@ def run(config: RunConfig, command: Sequence[str] = ()) -> int:
 def _run(config: RunConfig, run_id: str, directory: RunDirectory, command: Sequence[str]) -> int:
     model_config = preflight.model_config(config)
     profile = preflight.profile(config, model_config)
-    directory.write_manifest(_manifest(config, run_id, profile, command))
+    manifest = _manifest(config, run_id, profile, command)
     status, reason, code = "failed", "", FAILURE
     summary: dict[str, Any] = {"arms": {}}
     try:
+        with shield():
+            directory.write_manifest(manifest)
         model = Path(config.model).resolve()
         if config.model in TINY:
             model = write_model(config.model, directory.root / "model", seed=config.seed)
@@ -77,7 +80,8 @@ def _run(config: RunConfig, run_id: str, directory: RunDirectory, command: Seque
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        _finish(directory, summary, status, reason)
+        with shield():
+            _finish(directory, summary, status, reason)
     _say(directory, summary, status, reason)
     return code
 

@@ -5,21 +5,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import psutil
 
+from rl_parity.launch import traces
+from rl_parity.launch.signals import shield
+
 MARK = "RL_PARITY_RUN"
-
-
-def shared_segments(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared memory files that these processes have mapped; a process that is killed leaves its own behind."""
-    found: set[Path] = set()
-    for process in processes:
-        with contextlib.suppress(psutil.Error, OSError):
-            maps = process.memory_maps(grouped=True)
-            found |= {Path(m.path) for m in maps if Path(m.path).parent == Path("/dev/shm")}
-    return found
 
 
 def end_group(process: "subprocess.Popen[bytes]", patience: float = 5.0) -> None:
@@ -36,17 +28,21 @@ def end_group(process: "subprocess.Popen[bytes]", patience: float = 5.0) -> None
 
 @contextlib.contextmanager
 def marked(run_id: str) -> Iterator[None]:
-    """Mark everything started inside, and end what is left of it on the way out."""
+    """Mark everything started inside; on the way out end what is left of it and remove what it left behind."""
+    shared = traces.shared_names()
     before = os.environ.get(MARK)
     os.environ[MARK] = run_id
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(MARK, None)
-        else:
-            os.environ[MARK] = before
-        sweep(run_id)
+        with shield():
+            if before is None:
+                os.environ.pop(MARK, None)
+            else:
+                os.environ[MARK] = before
+            sweep(run_id)
+            traces.remove_abandoned(run_id, shared)
+            traces.remove_folders()
 
 
 def survivors(run_id: str) -> list[psutil.Process]:

@@ -1,9 +1,7 @@
 """Workers as Ray actors on a private, small Ray instance: no dashboard, no reserved CPUs, a tiny object store."""
 
 import os
-import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -14,6 +12,8 @@ from typing import Any
 import ray
 
 from rl_parity.launch.base import Pending, WorkerFailure, build, redirect_output, tail
+from rl_parity.launch.signals import ENDING, interrupt, shield
+from rl_parity.launch.traces import remove_folder, scratch_folder
 
 
 class _Actor:
@@ -21,6 +21,8 @@ class _Actor:
 
     def __init__(self, factory: str, kwargs: dict[str, Any], env: dict[str, str], log: str) -> None:
         os.environ.update(env)
+        # Ray has asked for the folder already, and it is remembered
+        tempfile.tempdir = None
         redirect_output(Path(log))
         self._target = build(factory, kwargs)
 
@@ -55,18 +57,6 @@ class RayWorker:
         return f"{self.name}: {what}\n--- last lines of {self.log} ---\n{tail(self.log)}"
 
 
-def _session_folder() -> Path:
-    """Where this instance keeps sockets and logs.
-
-    Ray never starts a worker, and never says so, where this folder lies inside the virtual environment; and the path
-    of a socket may have some 100 characters, of which Ray needs 70 itself.
-    """
-    base = Path(tempfile.gettempdir()).resolve()
-    if base.is_relative_to(Path(sys.prefix).resolve()) or len(str(base)) > 16:
-        base = Path("/tmp")
-    return Path(tempfile.mkdtemp(prefix="rlp-", dir=base))
-
-
 class RayLauncher:
     """Starts Ray on this machine and ends it with the run."""
 
@@ -78,22 +68,28 @@ class RayLauncher:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # a private instance that ends with the run needs no token
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._session = _session_folder()
-        # RAY_ADDRESS must not draw the run into a cluster that someone else owns
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            object_store_memory=96 * 2**20,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(self._session),
-        )
+        handlers = {number: signal.getsignal(number) for number in ENDING}
+        self._session = scratch_folder()
+        try:
+            # RAY_ADDRESS must not draw the run into a cluster that someone else owns
+            ray.init(
+                address="local",
+                num_cpus=1,
+                include_dashboard=False,
+                object_store_memory=96 * 2**20,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(self._session),
+            )
+        except BaseException as error:
+            _restore(handlers)
+            self.close()
+            if isinstance(error, SystemExit):
+                # Ray's own answer to SIGTERM
+                interrupt()
+            raise
         # Ray puts its own in place, which end the driver before it can end its workers
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        _restore(handlers)
 
     def start(self, name: str, factory: str, *, env: Mapping[str, str], kwargs: Mapping[str, Any]) -> RayWorker:
         log = self._logs / f"{name}.log"
@@ -119,8 +115,19 @@ class RayLauncher:
         return [c.result() for c in mine]
 
     def close(self) -> None:
-        for worker in self._workers:
-            ray.kill(worker.actor)
-        self._workers.clear()
-        ray.shutdown()
-        shutil.rmtree(self._session, ignore_errors=True)
+        with shield():
+            try:
+                for worker in self._workers:
+                    ray.kill(worker.actor)
+                self._workers.clear()
+            finally:
+                try:
+                    ray.shutdown()
+                finally:
+                    remove_folder(self._session)
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

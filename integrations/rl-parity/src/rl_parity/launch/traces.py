@@ -1,0 +1,101 @@
+"""What a run leaves outside its directory: shared memory and scratch folders, and how they go with it."""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl_parity.launch.signals import shield
+
+SHM = Path("/dev/shm")
+# names that Python's multiprocessing and vLLM give
+_NAMES = ("sem.mp-", "psm_", "vllm_dist_")
+_folders: set[Path] = set()
+
+
+def scratch_folder() -> Path:
+    """A new folder for sockets and logs; whatever is in its place when the run ends is removed.
+
+    Ray never starts a worker, and never says so, where this folder lies inside the virtual environment; and the path
+    of a socket may have some 100 characters, of which Ray needs 70 itself.
+    """
+    base = Path(tempfile.gettempdir()).resolve()
+    if base.is_relative_to(Path(sys.prefix).resolve()) or len(str(base)) > 16:
+        base = Path("/tmp")
+    with shield():
+        folder = Path(tempfile.mkdtemp(prefix="rlp-", dir=base))
+        _folders.add(folder)
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a scratch folder early; a process that lives yet may make it again, so it stays listed."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_folders() -> None:
+    """Remove every scratch folder; for when no process of the run lives any more."""
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    _folders.clear()
+
+
+def shared_names() -> set[str]:
+    """Everything in shared memory now."""
+    return set(os.listdir(SHM)) if SHM.is_dir() else set()
+
+
+def mapped(pids: Iterable[int]) -> set[int]:
+    """Inodes of the shared memory files that these processes have mapped.
+
+    Inodes, because the process that made a semaphore shows it under the temporary name it had before it was linked.
+    """
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                parts = line.split(maxsplit=5)
+                if len(parts) == 6 and parts[5].startswith(f"{SHM}/"):
+                    found.add(int(parts[4]))
+    return found
+
+
+def remove_shared(inodes: Iterable[int]) -> None:
+    """Remove the shared memory files with these inodes that belong to this user."""
+    wanted = set(inodes)
+    if not wanted:
+        return
+    for name in shared_names():
+        with contextlib.suppress(OSError):
+            status = (SHM / name).stat()
+            if status.st_ino in wanted and status.st_uid == os.geteuid():
+                (SHM / name).unlink()
+
+
+def remove_abandoned(run_id: str, before: set[str]) -> None:
+    """Remove this run's weight folders, and what appeared since ``before``, is this user's and is mapped by nobody.
+
+    For shared memory of processes that died before anybody could look at what they had mapped. Looked at twice, since
+    a file is mapped a moment after it is made.
+    """
+    new = {name for name in shared_names() - before if name.startswith(_NAMES)}
+    if new:
+        idle = _unmapped(new)
+        if idle:
+            time.sleep(0.3)
+            remove_shared(idle & _unmapped(new))
+    for name in shared_names():
+        if name.startswith(f"rl-parity-{run_id}-"):
+            shutil.rmtree(SHM / name, ignore_errors=True)
+
+
+def _unmapped(names: Iterable[str]) -> set[int]:
+    inodes: set[int] = set()
+    for name in names:
+        with contextlib.suppress(OSError):
+            inodes.add((SHM / name).stat().st_ino)
+    return inodes - mapped(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
