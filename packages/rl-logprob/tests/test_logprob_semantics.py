@@ -1,9 +1,17 @@
 """What is compared with what: sampling semantics and what strict mode refuses."""
 
 import pytest
+import torch
 
 from rl_contract import ContractError
-from rl_logprob import SamplingSemantics, check_sampling_semantics
+from rl_logprob import (
+    SamplingSemantics,
+    check_sampling_semantics,
+    linear_logprob,
+    padded_vocab_size,
+    rollout_metrics,
+    selected_logprob,
+)
 
 
 @pytest.mark.field_report("R01", "R07")
@@ -67,3 +75,42 @@ def test_temperature_out_of_range_is_refused(temperature):
 def test_unknown_mode_is_refused():
     with pytest.raises(ContractError, match="mode='processed_logits'"):
         SamplingSemantics(mode="processed_logits")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"penalties": (1, 0)}, r"penalties=\(1, 0\)"),
+        ({"penalties": (1, 0, 0, 0)}, r"penalties=\(1, 0, 0, 0\)"),
+        ({"penalties": 1.0}, r"penalties=1\.0"),
+        ({"penalties": (1, None, 0)}, r"penalties=\(1, None, 0\)"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"top_p": None}, "top_p=None"),
+        ({"top_k": 1.5}, r"top_k=1\.5"),
+        ({"top_k": None}, "top_k=None"),
+        ({"min_p": True}, "min_p=True"),
+        ({"colour": 1}, r"unknown \['colour'\]"),
+    ],
+    ids=str,
+)
+def test_semantics_that_are_no_numbers_are_refused_by_name(change, named):
+    with pytest.raises(ContractError, match=named):
+        SamplingSemantics.from_dict({"temperature": 1.0, **change})
+    assert SamplingSemantics(penalties=[1, 0, 0]) == SamplingSemantics()
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda x, t: selected_logprob(x, t, vocab_size=8.0), r"vocab_size=8\.0"),
+        (lambda x, t: selected_logprob(x, t, vocab_size=8, vocab_tile=4.0), r"vocab_tile=4\.0"),
+        (lambda x, t: selected_logprob(x, t, vocab_size=8, temperature="1"), "temperature='1'"),
+        (lambda x, t: selected_logprob(x, t, vocab_size=8, temperature=None), "temperature=None"),
+        (lambda x, t: padded_vocab_size(8.5), r"vocab_size=8\.5"),
+        (lambda x, t: linear_logprob(x, x, t, vocab_size=2, vocab_tile=2, keep_logits=0.5), r"keep_logits=0\.5"),
+        (lambda x, t: rollout_metrics(x[0], x[0], x[0] == 0, sample_ids=x[0]), r"sample_ids is torch\.float32"),
+    ],
+)
+def test_sizes_and_ids_that_are_no_integers_are_refused(call, named):
+    with pytest.raises(ContractError, match=named):
+        call(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64))

@@ -1,5 +1,8 @@
 """What the public functions accept; every refusal names what was given, what is supported and what to do."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -7,25 +10,36 @@ from rl_contract import ContractError, MissingSupport
 from rl_logprob.contract import MAX_VOCAB_TILE
 
 
+def whole_number(value: Any) -> bool:
+    """A Python or NumPy integer; True is none, nor is 512.0."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def number(value: Any) -> bool:
+    """A Python or NumPy number, NaN and infinity among them; True is none."""
+    return whole_number(value) or isinstance(value, (float, np.floating))
+
+
 def padded_vocab_size(vocab_size: int, vocab_tile: int = 512, max_world: int = 8) -> int:
     """The smallest size of at least ``vocab_size`` that ``max_world`` ranks share in whole tiles.
 
     A trainer pads its head to this at every world size, so that leaves of the hidden gradient do not depend on it.
     """
-    if vocab_size < 1 or vocab_tile < 1 or max_world < 1:
+    given = (vocab_size, vocab_tile, max_world)
+    if not all(map(whole_number, given)) or min(given) < 1:
         raise ContractError(
-            f"padded_vocab_size got vocab_size={vocab_size}, vocab_tile={vocab_tile}, max_world={max_world}; "
-            "all must be positive"
+            f"padded_vocab_size got vocab_size={vocab_size!r}, vocab_tile={vocab_tile!r}, max_world={max_world!r}; "
+            "all must be positive integers"
         )
     step = vocab_tile * max_world
     return -(-vocab_size // step) * step
 
 
 def check_vocab(vocab_size: int, vocab_tile: int) -> None:
-    if vocab_size < 1:
-        raise ContractError(f"vocab_size={vocab_size}; supported: a positive integer, the tokenizer's real size")
-    if not 1 <= vocab_tile <= MAX_VOCAB_TILE:
-        raise ContractError(f"vocab_tile={vocab_tile}; supported: 1..{MAX_VOCAB_TILE}")
+    if not whole_number(vocab_size) or vocab_size < 1:
+        raise ContractError(f"vocab_size={vocab_size!r}; supported: a positive integer, the tokenizer's real size")
+    if not whole_number(vocab_tile) or not 1 <= vocab_tile <= MAX_VOCAB_TILE:
+        raise ContractError(f"vocab_tile={vocab_tile!r}; supported: 1..{MAX_VOCAB_TILE}")
 
 
 def check_logits(logits: Tensor, vocab_size: int) -> None:
@@ -77,12 +91,14 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
             return temperature.contiguous()
         refuse_temperature(temperature)
         return temperature.contiguous().to(device) if gpu else temperature.contiguous()
+    if not isinstance(temperature, Tensor) and not number(temperature):
+        raise ContractError(f"temperature={temperature!r}; needs a number or float32 [{rows}]")
     # an empty batch still refuses a meaningless temperature
     one = torch.full((1,), float(temperature), dtype=torch.float32)
     refuse_temperature(one)
     if gpu:
-        number = float(one)
-        return torch.full((0 if number == 1.0 else rows,), number, dtype=torch.float32, device=device)
+        value = float(one)
+        return torch.full((0 if value == 1.0 else rows,), value, dtype=torch.float32, device=device)
     return one.expand(rows).contiguous()
 
 

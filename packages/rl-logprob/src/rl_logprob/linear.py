@@ -19,6 +19,7 @@ from rl_logprob.checks import (
     refuse_nonfinite,
     refuse_rows,
     row_temperature,
+    whole_number,
 )
 from rl_logprob.scores import Nonfinite
 
@@ -106,8 +107,8 @@ def linear_logprob(
         gpu.check(hidden, weight, vocab_tile)
     temp = row_temperature(temperature, len(hidden), hidden.device)
     targets = targets.to(hidden.device, torch.int64)
-    if keep_logits < 0:
-        raise ContractError(f"keep_logits={keep_logits}; supported: a number of bytes, 0 to keep none")
+    if not whole_number(keep_logits) or keep_logits < 0:
+        raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none")
     strict = nonfinite == "raise"
     kept = keep_logits if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0
     logp, entropy = _LinearLogprob.apply(

@@ -225,3 +225,6 @@ def _check(
             )
     if (rollout_tokens is None) != (train_tokens is None):
         raise ContractError("token ids of one side only; give rollout_tokens and train_tokens, or neither")
+    for name, ids in (("sample_ids", sample_ids), ("rollout_tokens", rollout_tokens), ("train_tokens", train_tokens)):
+        if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+            raise ContractError(f"{name} is {ids.dtype}; supported: int32 or int64")

@@ -1,10 +1,11 @@
 """What a log-probability means. Two sides whose semantics differ are not compared: no kernel could make them equal."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rl_contract import ContractError
+from rl_logprob.checks import number, whole_number
 
 MODES = ("processed", "raw")
 
@@ -32,8 +33,19 @@ class SamplingSemantics:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ContractError(f"mode={self.mode!r}; supported: {MODES}")
+        for name in ("temperature", "top_p", "min_p"):
+            if not number(getattr(self, name)):
+                raise ContractError(f"{name}={getattr(self, name)!r}; supported: a number")
+        if not whole_number(self.top_k):
+            raise ContractError(f"top_k={self.top_k!r}; supported: an integer, 0 or -1 for off")
         object.__setattr__(self, "top_k", max(self.top_k, 0))
-        repetition, presence, frequency = self.penalties
+        penalties = self.penalties
+        if not isinstance(penalties, (tuple, list)) or len(penalties) != 3 or not all(map(number, penalties)):
+            raise ContractError(
+                f"penalties={penalties!r}; supported: three numbers, repetition, presence and frequency penalty; "
+                "(1.0, 0.0, 0.0) is off"
+            )
+        repetition, presence, frequency = penalties
         object.__setattr__(self, "penalties", (float(repetition), float(presence), float(frequency)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,6 +53,10 @@ class SamplingSemantics:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "SamplingSemantics":
+        """From ``to_dict``; an unknown field raises ContractError."""
+        unknown = sorted(map(str, data.keys() - {field.name for field in fields(cls)}))
+        if unknown:
+            raise ContractError(f"unknown {unknown}; supported: {[field.name for field in fields(cls)]}")
         return cls(**data)
 
     def differences(self, other: "SamplingSemantics") -> list[str]:
