@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_attn.rope import inverse_frequencies
 from rl_contract import ContractError, Profile
+from vime_sync import shape
 
 ARCHITECTURES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported ``architectures`` entries, and whether the model has q/k norms."""
@@ -55,18 +57,17 @@ class ModelConfig:
             ContractError: everything that is missing or unsupported, in one message.
         """
         problems = _unsupported(config)
-        names = config.get("architectures") or []
+        names = shape.architectures(config)
         required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
         problems += [
             f"{k} is missing" for k in (*required, "max_position_embeddings", "rms_norm_eps") if k not in config
         ]
+        problems += shape.value_problems(config)
         if problems:
             raise ContractError(_refusal(problems))
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        # transformers' Qwen3 default does not follow the hidden size
-        default_dim = 128 if names[0] == "Qwen3ForCausalLM" else int(config["hidden_size"]) // heads
-        head_dim = int(config.get("head_dim") or default_dim)
+        head_dim = shape.head_dim(config)
         model = cls(
             architecture=names[0],
             hidden_size=int(config["hidden_size"]),
@@ -114,9 +115,9 @@ class ModelConfig:
         tp, cp, leaves = parallel.tp, parallel.cp, profile.settings.leaves
         problems = []
         if tp < 1 or tp & (tp - 1):
-            return [f"tp={tp}, supported: a power of two"]
+            return [f"tp={tp}, supported: a power of two; use one that divides the heads"]
         if cp not in CP_SIZES:
-            problems.append(f"cp={cp}, supported: {CP_SIZES}")
+            problems.append(f"cp={cp}, supported: {CP_SIZES}; use one of these")
         if leaves % tp:
             problems.append(
                 f"tp={tp} does not divide the profile's leaves={leaves}; build the profile with leaves >= {tp}"
@@ -143,7 +144,7 @@ def _refusal(problems: list[str]) -> str:
 
 def _unsupported(config: Mapping[str, Any]) -> list[str]:
     problems = []
-    names = list(config.get("architectures") or [])
+    names = shape.architectures(config)
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         problems.append(f"architectures={names}")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -164,6 +165,8 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"attention_dropout={config['attention_dropout']}, supported: 0")
     if config.get("quantization_config"):
         problems.append("quantization_config (quantised weights)")
+    if shape.value_problems(config):
+        return problems
     rule = _rope_parameters(config)
     partial = float(rule.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     if partial != 1.0:
@@ -186,7 +189,11 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     theta = rule.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     rule.pop("partial_rotary_factor", None)
     rope: dict[str, Any] = {"theta": float(theta), "rotary_dim": head_dim}
-    return rope if rule["rope_type"] == "default" else rope | rule
+    if rule["rope_type"] != "default":
+        rope |= rule
+    # the table's own checks, before anything is loaded
+    inverse_frequencies(head_dim, float(theta), {k: v for k, v in rope.items() if k not in ("theta", "rotary_dim")})
+    return rope
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

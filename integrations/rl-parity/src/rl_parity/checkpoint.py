@@ -9,7 +9,8 @@ import torch
 
 from rl_contract import ContractError
 
-_FLOATS = ("BF16", "F32")
+_FLOATS = {"BF16": "bfloat16", "F32": "float32"}
+INDEX = "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ContractError(f"{path} is not JSON ({error}); save the checkpoint again") from None
     if not isinstance(config, dict):
         raise ContractError(f"{path} holds {type(config).__name__}, not an object; save the checkpoint again")
@@ -58,12 +59,15 @@ def problems(folder: Path, config: dict[str, Any]) -> list[str]:
 
     from vime_sync.layout import ModelShape
 
+    index = _index_problems(folder)
     if not weight_files(folder):
         return [f"--model {folder}: no *.safetensors there; save the checkpoint with safe_serialization=True"]
     expected = dict(ModelShape.from_hf_config(config).hf_shapes())
     tied = bool(config.get("tie_word_embeddings", False))
-    found: list[str] = []
+    found: list[str] = index
     seen: dict[str, str] = {}
+    needed = config_dtype(config)
+    others: dict[str, list[str]] = {}
     try:
         for name, shape, dtype, path in headers(folder):
             if name in seen:
@@ -72,17 +76,82 @@ def problems(folder: Path, config: dict[str, Any]) -> list[str]:
             if name not in expected:
                 if not (tied and name == "lm_head.weight"):
                     found.append(f"checkpoint: unexpected tensor {name}; the config.json does not describe it")
+                elif shape != (embedding := expected["model.embed_tokens.weight"]):
+                    found.append(
+                        f"checkpoint: {name} has shape {shape}, the embedding that config.json ties it to {embedding}"
+                    )
             elif shape != expected[name]:
                 found.append(f"checkpoint: {name} has shape {shape}, the config.json needs {expected[name]}")
             if dtype not in _FLOATS:
                 found.append(f"checkpoint: {name} is {dtype}, supported are bfloat16 and float32; convert it")
+            elif _FLOATS[dtype] != needed:
+                others.setdefault(_FLOATS[dtype], []).append(name)
+        found += [
+            f"checkpoint: {len(names)} of {len(seen)} tensors are {dtype} ({', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}), the dtype of config.json is {needed} (bfloat16 where it states "
+            "none); convert them, or state theirs if all are alike"
+            for dtype, names in others.items()
+        ]
         found += [
             f"checkpoint: tensor {name} is missing; save the whole model" for name in expected if name not in seen
         ]
         found += _nonfinite(folder)
+        if tied and not found and "lm_head.weight" in seen and not _same_bits(folder, seen):
+            found.append(
+                "checkpoint: lm_head.weight differs from model.embed_tokens.weight, config.json ties them; "
+                "remove it, or set tie_word_embeddings to false"
+            )
     except (SafetensorError, OSError) as error:
         found.append(f"checkpoint {folder} can't be read: {error}; copy it again")
     return found
+
+
+def config_dtype(config: dict[str, Any]) -> str:
+    """The type that ``config.json`` states for its weights; bfloat16 where it states none, as the profile has it."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+
+
+def _index_problems(folder: Path) -> list[str]:
+    """Files and tensors that ``model.safetensors.index.json`` names and the folder lacks."""
+    from safetensors import SafetensorError
+
+    path = folder / INDEX
+    if not path.is_file():
+        return []
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        named = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return [f"checkpoint: {INDEX} can't be read ({type(error).__name__}: {error}); save the checkpoint again"]
+    gone = sorted(file for file in set(named.values()) if not (folder / file).is_file())
+    found = [f"checkpoint: {INDEX} names {file}, which is missing; copy the whole checkpoint" for file in gone]
+    try:
+        held = {(name, file.name) for name, _, _, file in headers(folder)}
+    except (SafetensorError, OSError):
+        # the reading of the weights names the file
+        return found
+    found += [
+        f"checkpoint: {INDEX} places {name} in {file}, which does not hold it; save the checkpoint again"
+        for name, file in named.items()
+        if file not in gone and (name, file) not in held
+    ]
+    found += [
+        f"checkpoint: {name} in {file} is not in {INDEX}; remove that file or save the checkpoint again"
+        for name, file in sorted(held)
+        if name not in named
+    ]
+    return found
+
+
+def _same_bits(folder: Path, files: dict[str, str]) -> bool:
+    """Whether head and embedding are the same bytes."""
+    from safetensors import safe_open
+
+    pair = []
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        with safe_open(str(folder / files[name]), framework="pt") as file:
+            pair.append(file.get_tensor(name).view(torch.uint8))
+    return torch.equal(*pair)
 
 
 def _nonfinite(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_parity.config import ARMS, LAUNCHERS, RolloutLayout, RunConfig, TrainLayout, parse_layout
 from rl_parity.launch import signals
-from rl_parity.status import EQUAL, INTERRUPTED, MISMATCH, USAGE
+from rl_parity.status import EQUAL, FAILURE, INTERRUPTED, MISMATCH, USAGE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +37,10 @@ def _command(args: argparse.Namespace) -> int:
     except (ContractError, MissingSupport) as error:
         print(f"rl-parity: {error}", file=sys.stderr)
         return USAGE
+    except Exception as error:
+        # 1 would read as a mismatch
+        print(f"rl-parity: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILURE
     return status
 
 

@@ -78,7 +78,7 @@ def read_examples(source: str) -> list[Example]:
             continue
         try:
             examples.append(_example(json.loads(line)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             problems.append(f"line {number}: {error}")
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
@@ -109,8 +109,11 @@ def encode(examples: Sequence[Example], tokenizer: Tokenizer, *, vocab_size: int
         max_prompt: longest prompt, in tokens, that leaves room for the completion.
 
     Raises:
-        ContractError: prompts that are too long, empty, not encodable or out of range; all of them are listed.
+        ContractError: no room for any prompt, or prompts that are too long, empty, not encodable or out of range; all
+            of them are listed.
     """
+    if max_prompt < 1:
+        raise ContractError("the context has no room for a prompt; lower --max-new-tokens or raise --max-model-len")
     prompts, problems = [], []
     for index, example in enumerate(examples):
         try:

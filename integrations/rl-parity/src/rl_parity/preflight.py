@@ -1,7 +1,9 @@
 """Every violated precondition of a run, found before any engine starts or any weight is loaded, and listed at once."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,13 @@ GIB = 2**30
 TRAINER_BYTES = int(0.5 * GIB)
 ENGINE_WORKER_BYTES = int(0.6 * GIB)
 ENGINE_BASE_BYTES = int(1.1 * GIB)
+# what the driver keeps of a sample (request, result, ledger entry) and of each of its tokens as Python objects
+SAMPLE_BYTES = 2048
+TOKEN_BYTES = 64
+# below it vLLM samples at this temperature instead of the given one
+LOWEST_TEMPERATURE = 0.01
+HIGHEST_TEMPERATURE = 3.4e38
+LEAVES = (1, 2, 4, 8)
 # reserving more processes than this per core makes start-up time out before it makes sense
 PROCESSES_PER_CORE = 16
 
@@ -64,11 +73,20 @@ def check(config: RunConfig, *, new_run: bool = True) -> list[str]:
         new_run: also check that ``config.out`` can take a new run.
     """
     checks: list[Callable[[RunConfig], Iterator[str]]] = [_options, _sampling, _packages, _machine, _model]
-    found = [violation for one in checks for violation in one(config)]
+    found = [violation for one in checks for violation in _guarded(one, config)]
     if new_run:
         refusal = RunDirectory.refusal(config.out) if config.out.strip() else None
         found += [refusal] if refusal else []
     return list(dict.fromkeys(found))
+
+
+def _guarded(one: Callable[[RunConfig], Iterator[str]], c: RunConfig) -> Iterator[str]:
+    # what no check foresaw still is a violation: the input made the check itself fail
+    try:
+        yield from one(c)
+    except Exception as error:
+        what = one.__name__.removeprefix("_")
+        yield f"the check of {what} failed with {type(error).__name__}: {error}; correct the input that this names"
 
 
 def _options(c: RunConfig) -> Iterator[str]:
@@ -89,11 +107,16 @@ def _options(c: RunConfig) -> Iterator[str]:
     for name in ("lr", "kl", "weight_decay"):
         if not 0 <= getattr(c, name) < float("inf"):
             yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be a finite number >= 0"
-    for name in ("clip", "max_grad_norm"):
-        if not 0 < getattr(c, name) < float("inf"):
-            yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be a finite number > 0"
-    if c.leaves < 0 or c.leaves & (c.leaves - 1):
-        yield f"--leaves {c.leaves}: must be a power of two, or 0 for the larger TP size"
+    if not 0 < c.max_grad_norm < float("inf"):
+        yield f"--max-grad-norm {c.max_grad_norm}: must be a finite number > 0"
+    if not 0 < c.clip < 1:
+        yield f"--clip {c.clip}: must be a number above 0 and below 1, e.g. 0.2"
+    if not 0 < c.timeout <= threading.TIMEOUT_MAX:
+        yield f"--timeout {c.timeout}: must be a number of seconds above 0 and at most {threading.TIMEOUT_MAX:.0f}"
+    if not -(2**63) <= c.seed < 2**63:
+        yield f"--seed {c.seed}: must fit into 64 bits with sign; give a number from {-(2**63)} to {2**63 - 1}"
+    if c.leaves and c.leaves not in LEAVES:
+        yield f"--leaves {c.leaves}: must be a power of two up to {LEAVES[-1]}, or 0 for the larger TP size"
     elif c.leaves and c.leaves < max(c.train.tp, c.rollout.tp):
         yield (
             f"--leaves {c.leaves} is smaller than the larger TP size {max(c.train.tp, c.rollout.tp)}; "
@@ -110,6 +133,11 @@ def _options(c: RunConfig) -> Iterator[str]:
 
 def _sampling(c: RunConfig) -> Iterator[str]:
     yield from (f"sampling: {violation}" for violation in metrics.semantics(c).violations())
+    if 0 < c.temperature < LOWEST_TEMPERATURE or HIGHEST_TEMPERATURE < c.temperature < float("inf"):
+        yield (
+            f"--temperature {c.temperature}: supported are {LOWEST_TEMPERATURE} (below it the engine samples at that) "
+            f"to {HIGHEST_TEMPERATURE} (fp32); give one in between"
+        )
 
 
 def _packages(c: RunConfig) -> Iterator[str]:
@@ -128,18 +156,28 @@ def _packages(c: RunConfig) -> Iterator[str]:
 
 
 def memory_estimate(c: RunConfig, weight_bytes: int) -> int:
-    """Bytes of RAM that all processes of one arm need together."""
+    """Bytes of RAM that all processes of one arm need together, at the least: with completions of one token."""
     # per trainer world: bf16 weights, fp32 masters, gradients and two moments, and the frozen reference
     trainers = c.train.world_size * TRAINER_BYTES + c.train.cp * weight_bytes * 10
     engines = c.rollout.engines * (ENGINE_BASE_BYTES + weight_bytes) + c.rollout.world_size * ENGINE_WORKER_BYTES
-    return trainers + engines
+    return trainers + engines + sample_bytes(c)
+
+
+def sample_bytes(c: RunConfig) -> int:
+    """Bytes of RAM that one step's samples need in the driver."""
+    return c.batch * c.group * (SAMPLE_BYTES + TOKEN_BYTES)
 
 
 def _machine(c: RunConfig) -> Iterator[str]:
     folder = Path(c.model)
     weight_bytes = checkpoint.size_in_bytes(folder) if c.model not in TINY and folder.is_dir() else 2**20
     needed, free = memory_estimate(c, weight_bytes), psutil.virtual_memory().available
-    if needed > free:
+    if sample_bytes(c) > free:
+        yield (
+            f"--batch {c.batch} --group {c.group} is {c.batch * c.group} samples a step, which need about "
+            f"{sample_bytes(c) / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free; lower them"
+        )
+    elif needed > free:
         yield (
             f"--train {c.train} --rollout {c.rollout} needs about {needed / GIB:.1f} GiB of memory, "
             f"{free / GIB:.1f} GiB are free; use fewer ranks or engines"
@@ -169,9 +207,11 @@ def _model(c: RunConfig) -> Iterator[str]:
         yield from _prompts(c, None, None)
         return
     try:
-        _layout(c, config)
+        # a wrong --leaves is listed already and must not hide what else is wrong
+        _layout(c if c.leaves in LEAVES else replace(c, leaves=0), config)
     except (ContractError, MissingSupport) as error:
         yield str(error)
+    yield from _stop_tokens(config, shape.vocab_size)
     for side, tp in (("--train", c.train.tp), ("--rollout", c.rollout.tp)):
         try:
             shape.check_tp(tp)
@@ -182,13 +222,37 @@ def _model(c: RunConfig) -> Iterator[str]:
     positions = int(config["max_position_embeddings"])
     if c.max_model_len < 0 or c.max_model_len > positions:
         yield f"--max-model-len {c.max_model_len}: the model has {positions} positions; give at most that, or 0 for all"
-    yield from _prompts(c, shape.vocab_size, context(c, config))
+    longest = context(c, config)
+    if 0 < longest <= c.max_new_tokens:
+        which = "--max-model-len" if c.max_model_len else "the model's context"
+        remedy = "lower it or raise --max-model-len" if longest < positions else "lower it"
+        yield (
+            f"--max-new-tokens {c.max_new_tokens}: {which} is {longest} tokens, prompt included, so at most "
+            f"{longest - 1} can be new; {remedy}"
+        )
+        yield from _prompts(c, None, None)
+        return
+    yield from _prompts(c, shape.vocab_size, longest if longest > 0 else None)
+
+
+def _stop_tokens(config: dict[str, Any], vocab_size: int) -> Iterator[str]:
+    stated = config.get("eos_token_id")
+    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size]
+    if wrong:
+        yield (
+            f"config.json: eos_token_id={stated!r} has {wrong}; supported are token ids from 0 to {vocab_size - 1}, "
+            "one or a list, or null; correct it"
+        )
 
 
 def _shape(config: dict[str, Any]) -> Any:
     from rl_megatron.config import ModelConfig
+    from rl_vllm.settings import rope_settings
     from vime_sync.layout import ModelShape
 
+    # the engine takes fewer rotary rules than the trainer: its refusal names what a run supports
+    rope_settings(config)
     ModelConfig.from_hf(config)
     return ModelShape.from_hf_config(config)
 

@@ -143,11 +143,19 @@ class RunDirectory:
     def refusal(root: Path | str) -> str | None:
         """Why ``root`` cannot take a new run, or None."""
         root = Path(root)
-        if root.exists() and not root.is_dir():
-            return f"--out {root}: is a file; give a new or empty directory"
-        if root.is_dir() and any(root.iterdir()):
-            what = "holds another run" if (root / MANIFEST).exists() else "is not empty"
-            return f"--out {root}: {what}; give a new directory or remove that one"
+        try:
+            if root.exists() and not root.is_dir():
+                return f"--out {root}: is a file; give a new or empty directory"
+            if root.is_dir() and any(root.iterdir()):
+                what = "holds another run" if (root / MANIFEST).exists() else "is not empty"
+                return f"--out {root}: {what}; give a new directory or remove that one"
+            above = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
+            if not above.is_dir():
+                return f"--out {root}: {above} is a file; give a directory that can be made"
+            # permissions alone don't tell, e.g. on a read-only or virtual file system
+            os.rmdir(tempfile.mkdtemp(prefix=".rl-parity-", dir=above))
+        except (OSError, ValueError) as error:
+            return f"--out {root}: can't be made or written ({error}); give a directory that can be written"
         return None
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:

@@ -46,7 +46,8 @@ class FolderTokenizer:
     """The tokenizer.json of a checkpoint folder.
 
     Raises:
-        ContractError: the folder has no tokenizer.json, or a text holds a character that it maps to ``<unk>``.
+        ContractError: the folder has no readable tokenizer.json, or a text can't be encoded, or holds a character that
+            it maps to ``<unk>``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,12 +58,20 @@ class FolderTokenizer:
             raise ContractError(
                 f"{folder} has no tokenizer.json; a fast tokenizer is needed, save one with `save_pretrained`"
             )
-        self._tokenizer = HfTokenizer.from_file(str(path))
+        try:
+            self._tokenizer = HfTokenizer.from_file(str(path))
+        # the library raises bare Exceptions
+        except Exception as error:
+            raise ContractError(f"{path} can't be read: {error}; save the tokenizer again") from None
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self._unknown = self._tokenizer.token_to_id("<unk>")
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text).ids
+        # e.g. a lone surrogate, which JSON can spell
+        except Exception as error:
+            raise ContractError(f"{text[:60]!r} can't be encoded: {error}; change that text") from None
         if self._unknown is not None and self._unknown in ids:
             raise ContractError(
                 f"{text[:60]!r} holds a character outside the tokenizer's vocabulary; use characters it knows"

@@ -7,6 +7,7 @@ from typing import Any
 from rl_contract import ContractError, Profile
 from rl_vllm.settings import ARCHITECTURES, hf_config_dict, settings_from_hf
 from vime_sync import ModelShape
+from vime_sync.shape import architectures
 
 # module, attribute path: what strict mode takes hold of; present or not, whatever the version says
 HOOKS = (
@@ -87,7 +88,10 @@ def check_engine(profile: Profile, model: Any, tp: int, *, vllm_config: Any = No
 def _model(profile: Profile, config: dict[str, Any], tp: int) -> list[str]:
     found = []
     settings = profile.settings
-    architecture = (config.get("architectures") or ["?"])[0]
+    try:
+        architecture = (architectures(config) or ["?"])[0]
+    except ContractError as error:
+        return [str(error)]
     if architecture not in ARCHITECTURES:
         return [f"architecture {architecture}: supported are {', '.join(ARCHITECTURES)} (dense, full attention)"]
     try:
@@ -186,4 +190,10 @@ def _checkpoint(folder: Path, shape: ModelShape) -> list[str]:
         for name, shape_ in want.items()
         if name in have and have[name] != shape_
     ]
+    head = have.get("lm_head.weight")
+    if shape.tied and head is not None and head != want["model.embed_tokens.weight"]:
+        found.append(
+            f"checkpoint has lm_head.weight of shape {head}, needed is {want['model.embed_tokens.weight']}: "
+            "the model ties it to the embedding"
+        )
     return found

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_attn.rope import inverse_frequencies
 from rl_contract import ContractError, Settings
+from vime_sync.shape import architectures, head_dim, value_problems
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "llama3")
@@ -33,16 +35,14 @@ def hf_config_dict(source: Any) -> dict[str, Any]:
         ) from error
 
 
-def head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """``theta``, ``rotary_dim`` and, where the model scales its positions, the keys of that rule.
 
     Raises:
-        ContractError: a rule that no strict table implements.
+        ContractError: a rule that no strict table implements, or one whose figures are missing or make no sense.
     """
+    if problems := value_problems(config):
+        raise ContractError(f"the model config has {'; '.join(problems)}")
     # transformers 5 keeps theta and the rule in one dict, older files have rope_theta and rope_scaling
     rule = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = rule.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
@@ -50,10 +50,12 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     rule.pop("type", None)
     partial = float(rule.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0)
     if kind not in ROPE_TYPES:
-        raise ContractError(f"rope type {kind!r} is not supported; supported: {ROPE_TYPES}")
+        raise ContractError(f"rope type {kind!r} is not supported; supported: {ROPE_TYPES}; use such a model")
     rope: dict[str, Any] = {"theta": float(theta), "rotary_dim": int(head_dim(config) * partial)}
     if kind != "default":
         rope |= {"rope_type": kind, **{k: v for k, v in sorted(rule.items()) if v is not None}}
+    # the table's own checks, before anything is loaded
+    inverse_frequencies(rope["rotary_dim"], rope["theta"], rope_scaling(rope))
     return rope
 
 
@@ -75,9 +77,12 @@ def settings_from_hf(source: Any, *, leaves: int, dtype: str | None = None, **ov
         ContractError: an unsupported architecture, rope rule or value.
     """
     config = hf_config_dict(source)
-    architecture = (config.get("architectures") or ["?"])[0]
+    architecture = (architectures(config) or ["?"])[0]
     if architecture not in ARCHITECTURES:
         raise ContractError(f"architecture {architecture!r} is not supported; supported: {ARCHITECTURES}")
+    needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+    if missing := [key for key in needed if config.get(key) is None]:
+        raise ContractError(f"the model config lacks {', '.join(missing)}; give the checkpoint's whole config.json")
     own = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     values: dict[str, Any] = {
         "arch": "cpu",

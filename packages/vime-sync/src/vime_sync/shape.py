@@ -1,5 +1,6 @@
 """What a dense Llama or Qwen model looks like in Hugging Face coordinates, and which architectures are covered."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": (False, True),
     "Qwen3ForCausalLM": (True, False),
 }
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _ARCHITECTURE_OF_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -43,17 +45,13 @@ class ModelShape:
         architecture = _architecture(config)
         _refuse_features(config, architecture)
         qk_norm, qkv_bias = _ARCHITECTURES[architecture]
-        needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        missing = [key for key in needed if not config.get(key)]
+        missing = [key for key in _SIZES if config.get(key) is None]
         if missing:
             raise ContractError(f"the model config lacks {', '.join(missing)}; give the checkpoint's whole config.json")
+        if problems := value_problems(config):
+            raise ContractError(f"the model config has {'; '.join(problems)}")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = config.get("head_dim") or (128 if architecture.startswith("Qwen3") else None)
-        if head_dim is None:
-            if hidden % heads:
-                raise ContractError(f"hidden_size {hidden} is not a multiple of {heads} heads; state head_dim")
-            head_dim = hidden // heads
         if heads % kv_heads:
             raise ContractError(f"{heads} attention heads do not divide into {kv_heads} key/value heads")
         return cls(
@@ -63,7 +61,7 @@ class ModelShape:
             ffn=int(config["intermediate_size"]),
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=int(head_dim),
+            head_dim=head_dim(config),
             vocab_size=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=qk_norm,
@@ -133,8 +131,80 @@ class ModelShape:
             )
 
 
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The names under ``architectures``; empty where there are none.
+
+    Raises:
+        ContractError: anything but a list of names.
+    """
+    named = config.get("architectures") or []
+    if not isinstance(named, (list, tuple)) or not all(isinstance(name, str) for name in named):
+        raise ContractError(
+            f"architectures={named!r}, supported: a list of one name, e.g. ['Qwen3ForCausalLM']; correct config.json"
+        )
+    return list(named)
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Width of a head as transformers reads it: stated, else 128 for Qwen3 and ``hidden_size / heads`` for the others.
+
+    Raises:
+        ContractError: Qwen3 with a null, or heads that do not divide the hidden size where nothing is stated.
+    """
+    stated = config.get("head_dim")
+    if stated is not None:
+        return int(stated)
+    if _architecture(config).startswith("Qwen3"):
+        if "head_dim" in config:
+            raise ContractError(
+                "head_dim=None, supported for Qwen3: a positive integer; state it, or leave it out (128)"
+            )
+        return 128
+    if missing := [key for key in ("hidden_size", "num_attention_heads") if config.get(key) is None]:
+        raise ContractError(f"the model config lacks {', '.join(missing)}; give the checkpoint's whole config.json")
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    if hidden % heads:
+        raise ContractError(f"hidden_size {hidden} is not a multiple of {heads} heads; state head_dim")
+    return hidden // heads
+
+
+def value_problems(config: Mapping[str, Any]) -> list[str]:
+    """Entries of a ``config.json`` that are there with a value no model can have, one line each."""
+    found = []
+    optional = ("num_key_value_heads", "head_dim")
+    for key in (*_SIZES, "max_position_embeddings", *optional):
+        value = config.get(key)
+        if key not in config or (value is None and key in optional):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found.append(f"{key}={value!r}, supported: a positive integer; correct config.json")
+    if "rms_norm_eps" in config and not _finite_above(config["rms_norm_eps"], 0):
+        found.append(f"rms_norm_eps={config['rms_norm_eps']!r}, supported: a positive number; correct config.json")
+    layers = config.get("layer_types")
+    if layers is not None and not (isinstance(layers, (list, tuple)) and all(isinstance(x, str) for x in layers)):
+        found.append(f"layer_types={layers!r}, supported: a list of names or null; correct config.json")
+    rules = [("config.json", config)]
+    for key in ("rope_scaling", "rope_parameters"):
+        rule = config.get(key)
+        if isinstance(rule, Mapping):
+            rules.append((key, rule))
+        elif rule is not None:
+            found.append(f"{key}={rule!r}, supported: an object or null; correct config.json")
+    for place, rule in rules:
+        if rule.get("rope_theta") is not None and not _finite_above(rule["rope_theta"], 1):
+            found.append(f"rope_theta={rule['rope_theta']!r} in {place}, supported: a number above 1; correct it")
+        partial = rule.get("partial_rotary_factor")
+        if partial is not None and not _finite_above(partial, 0):
+            found.append(f"partial_rotary_factor={partial!r} in {place}, supported: 1.0; correct it")
+    return found
+
+
+def _finite_above(value: object, floor: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and floor < value and math.isfinite(value)
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
-    named = list(config.get("architectures") or [])
+    named = architectures(config)
     found = named[0] if len(named) == 1 else None
     if not named:
         found = _ARCHITECTURE_OF_TYPE.get(str(config.get("model_type")))
