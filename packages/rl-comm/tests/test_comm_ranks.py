@@ -139,6 +139,13 @@ def check_refusals(rank, world):
         (lambda: comm.all_gather(torch.ones(4, dtype=torch.complex64)), "complex64"),
         (lambda: comm.all_gather(torch.ones([1] * 9)), "9 dimensions"),
         (lambda: comm.reduce_scatter(torch.ones(world + 1)), "multiple of the world size"),
+        (lambda: comm.all_reduce(torch.ones(4), out_dtype=torch.int32), "out_dtype=torch.int32, supported"),
+        (
+            lambda: comm.all_reduce(torch.ones(4), out_dtype=torch.int32 if rank == last else None),
+            "out torch|out_dtype",
+        ),
+        (lambda: comm.reduce_scatter(torch.ones(world), out_dtype=torch.bool), "out_dtype=torch.bool, supported"),
+        (lambda: gather_from_ranks(torch.ones(4), comm, 2), "dim=2 for a tensor of shape"),
         (lambda: comm.broadcast(torch.ones(4), source=world), f"source={world}"),
         (lambda: comm.barrier() if rank == last else comm.all_reduce(torch.ones(4)), "rank 0 has all_reduce"),
         (lambda: comm.all_reduce(torch.ones(4), out_dtype=torch.bfloat16 if rank else None), r"out torch\.bfloat16"),
@@ -146,6 +153,10 @@ def check_refusals(rank, world):
     for call, message in cases:
         with pytest.raises(ContractError, match=message):
             call()
+    meta = torch.ones(world, device="meta")
+    for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
+        with pytest.raises(MissingSupport, match="on meta, supported: cpu"):
+            call(meta)
     # the group is still in step
     assert float(comm.all_reduce(torch.ones(1))) == world
 
@@ -158,6 +169,18 @@ def check_groups(rank, world):
     assert same_bits(alone.all_reduce(x, out_dtype=torch.bfloat16), x.bfloat16())
     with pytest.raises(ContractError, match=r"partial of torch\.float64"):
         alone.all_reduce(x.double())
+    for call, message in (
+        (lambda: alone.all_reduce(x, out_dtype=torch.int32), "out_dtype=torch.int32, supported"),
+        (lambda: alone.reduce_scatter(x, out_dtype=torch.int64), "out_dtype=torch.int64, supported"),
+        (lambda: alone.reduce_scatter(x, dim=1), "dim=1 for a tensor of shape"),
+        (lambda: alone.all_gather(x, dim=-2), "dim=-2 for a tensor of shape"),
+        (lambda: gather_from_ranks(x, alone, 1), "dim=1 for a tensor of shape"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            call()
+    for call in (alone.all_reduce, alone.reduce_scatter, alone.all_gather, alone.broadcast):
+        with pytest.raises(MissingSupport, match="on meta, supported: cpu"):
+            call(x.to("meta"))
     if world == 4:
         three = dist.new_group([0, 1, 2])
         if rank < 3:

@@ -7,9 +7,11 @@ from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, tree_sum
 from rl_comm.contract import collective
 from rl_contract import ContractError, MissingSupport, Settings, SingleRank
 
+ROPE = {"theta": 1e4, "rotary_dim": 16}
+
 
 def settings(**changes):
-    return Settings(**{"hidden_size": 64, "vocab_size": 100, "norm_eps": 1e-6, "rope": {"theta": 1e4}, **changes})
+    return Settings(**{"hidden_size": 64, "vocab_size": 100, "norm_eps": 1e-6, "rope": ROPE, **changes})
 
 
 def cancelling(world, n, seed=0):

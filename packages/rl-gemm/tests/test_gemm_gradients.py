@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import rl_gemm
+from rl_contract import ContractError
 from rl_gemm import ops, reference
 
 TYPES = (torch.bfloat16, torch.float32)
@@ -74,11 +75,23 @@ def test_main_grad_takes_the_fp32_sum_and_no_gradient_is_returned():
 def test_without_main_grad_the_gradient_has_the_weight_type():
     x = torch.randn(70, 32).to(torch.bfloat16)
     weight = torch.nn.Parameter(torch.randn(48, 32).to(torch.bfloat16))
-    weight.main_grad = torch.zeros(48, 32, dtype=torch.bfloat16)
+    weight.main_grad = None
     rl_gemm.linear(x, weight).sum().backward()
     assert weight.grad.dtype == torch.bfloat16
     assert torch.equal(weight.grad, reference.grad_weight(torch.ones(70, 48), x).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(48, 32, dtype=torch.bfloat16), torch.zeros(32, 48), torch.zeros(47, 32)])
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_another_main_grad_is_refused_and_nothing_is_written(which, bad):
+    weight, bias = torch.nn.Parameter(torch.randn(48, 32)), torch.nn.Parameter(torch.randn(48))
+    weight.main_grad, bias.main_grad = torch.zeros(48, 32), torch.zeros(48)
+    (weight if which == "weight" else bias).main_grad = bad
+    with pytest.raises(ContractError, match=r"main_grad is torch\.(float32|bfloat16) \("):
+        rl_gemm.linear(torch.randn(70, 32), weight, bias).sum().backward()
     assert not weight.main_grad.any()
+    assert not bias.main_grad.any()
+    assert weight.grad is None
 
 
 def test_only_asked_gradients_are_computed():

@@ -151,6 +151,20 @@ def test_main_grad_takes_the_sum_in_fp32_and_inputs_stay_as_they_were():
     assert torch.equal(hidden, h)
 
 
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(256, 24, dtype=torch.bfloat16), torch.zeros(512, 24), torch.zeros(24, 256)]
+)
+def test_another_main_grad_is_refused_and_nothing_is_written(bad):
+    h, w, targets = make(33, 24, 200, 16)
+    param = torch.nn.Parameter(w.clone())
+    assert param.shape == (256, 24)
+    param.main_grad = bad
+    with pytest.raises(ContractError, match=r"main_grad is torch\.(float32|bfloat16) \("):
+        lp.linear_logprob(h, param, targets, vocab_size=200, vocab_tile=16).sum().backward()
+    assert not bad.any()
+    assert param.grad is None
+
+
 def test_repeat_backward_gives_the_same_bits_and_frozen_inputs_get_none():
     h, w, targets = make(33, 24, 200, 16)
     grads = (torch.ones(33), torch.zeros(33))

@@ -318,7 +318,7 @@ def test_launches_are_counted_and_the_op_is_opaque():
 
 
 def test_contract_depends_on_its_settings():
-    base = {"hidden_size": 64, "vocab_size": 1000, "norm_eps": 1e-6, "rope": {"theta": 1e4}}
+    base = {"hidden_size": 64, "vocab_size": 1000, "norm_eps": 1e-6, "rope": {"theta": 1e4, "rotary_dim": 16}}
     prints = {
         logprob(Settings(**{**base, **change})).fingerprint
         for change in ({}, {"vocab_size": 999}, {"vocab_tile": 256}, {"leaves": 4})

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_contract import ContractError
 from rl_norm import ops, reference, rms_norm
 
 TYPES = (torch.bfloat16, torch.float32)
@@ -107,3 +108,13 @@ def test_no_tokens_give_a_zero_weight_gradient():
     weight = torch.ones(8, requires_grad=True)
     rms_norm(torch.empty(0, 8, requires_grad=True), weight, EPS).sum().backward()
     assert torch.equal(weight.grad, torch.zeros(8))
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(32, dtype=torch.bfloat16), torch.zeros(4, 8), torch.zeros(33)])
+def test_another_main_grad_is_refused_and_nothing_is_written(bad):
+    weight = torch.nn.Parameter(torch.ones(32))
+    weight.main_grad = bad
+    with pytest.raises(ContractError, match=r"main_grad is torch\.(float32|bfloat16) \("):
+        rms_norm(torch.randn(5, 32), weight, 1e-6).sum().backward()
+    assert not bad.any()
+    assert weight.grad is None

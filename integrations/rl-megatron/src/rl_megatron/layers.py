@@ -16,6 +16,7 @@ import rl_attn
 import rl_gemm
 import rl_norm
 from rl_contract import Communicator, ContractError, Settings
+from rl_contract.gradients import main_grad_of
 from rl_megatron import topology
 from rl_megatron.batch import StrictPackedSeqParams
 
@@ -204,7 +205,7 @@ class _VocabRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
         local, mine = ctx.saved_tensors
         weight, grad = ctx.weight, grads[0]
-        main_grad = getattr(weight, "main_grad", None)
+        main_grad = main_grad_of(weight)
         total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if main_grad is None else main_grad
         total.index_add_(0, local[mine], grad[mine].float())
         return None, total.to(weight.dtype) if main_grad is None else None, None, None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_contract import Communicator
+from rl_contract.communicator import dim_problem
 
 
 def copy_to_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
@@ -20,7 +21,12 @@ def gather_from_ranks(x: torch.Tensor, comm: Communicator | None, dim: int = -1)
 
     What follows must be computed alike on every rank, so that each already holds the whole gradient and no sum is due.
     """
-    return x if comm is None or comm.world_size == 1 else _GatherFromRanks.apply(x, comm, dim)
+    if comm is None or comm.world_size == 1:
+        problem = dim_problem(x, dim)
+        if problem is not None:
+            raise problem
+        return x
+    return _GatherFromRanks.apply(x, comm, dim)
 
 
 def reduce_from_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
@@ -42,8 +48,9 @@ class _CopyToRanks(torch.autograd.Function):
 class _GatherFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
+        whole = comm.all_gather(x, dim=dim)
         ctx.comm, ctx.dim, ctx.width = comm, dim, x.shape[dim]
-        return comm.all_gather(x, dim=dim)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]

@@ -11,6 +11,7 @@ from rl_comm.mover import DTYPES, MAX_DIMS, Call, GlooMover, as_bytes
 from rl_comm.shared_memory import SharedMemoryMover, connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract.communicator import dim_problem, sum_problem
 
 TRANSPORTS = ("auto", "gloo", "shared_memory")
 
@@ -88,10 +89,14 @@ class TreeCommunicator:
         """Tree sum of fp32 ``partial``, rounded once to ``out_dtype`` (default fp32); same bits on every rank.
 
         Raises:
-            ContractError: on every rank, when a partial is not fp32 or when the ranks' shapes or dtypes differ.
+            ContractError: on every rank, when a partial is not fp32, when ``out_dtype`` is not a floating type of a
+                model, or when the ranks' shapes or dtypes differ.
+            MissingSupport: a tensor that is not on the CPU.
         """
-        if self.world_size == 1:
-            self._refuse(self._call("all_reduce", partial), _not_fp32("all_reduce", partial))
+        if self.world_size == 1 or partial.device.type != "cpu":
+            call = self._call("all_reduce", partial, out_dtype)
+            problem = _unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
+            self._refuse(call, problem)
             return partial if out_dtype is None else partial.to(out_dtype)
         return torch.ops.rl_comm.all_reduce(partial, out_dtype or torch.float32, self._handle)
 
@@ -103,8 +108,14 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, as ``all_reduce``, and when ``dim`` is not divisible by the world size.
         """
-        if self.world_size == 1:
-            self._refuse(self._call("reduce_scatter", partial), _not_fp32("reduce_scatter", partial))
+        if self.world_size == 1 or partial.device.type != "cpu":
+            call = self._call("reduce_scatter", partial, out_dtype, dim)
+            problem = (
+                _unmovable(call, partial)
+                or sum_problem("reduce_scatter", partial, out_dtype)
+                or dim_problem(partial, dim)
+            )
+            self._refuse(call, problem)
             return partial if out_dtype is None else partial.to(out_dtype)
         return torch.ops.rl_comm.reduce_scatter(partial, dim, out_dtype or torch.float32, self._handle)
 
@@ -114,7 +125,11 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, when shapes or dtypes differ.
         """
-        return x if self.world_size == 1 else torch.ops.rl_comm.all_gather(x, dim, self._handle)
+        if self.world_size == 1 or x.device.type != "cpu":
+            call = self._call("all_gather", x, arg=dim)
+            self._refuse(call, _unmovable(call, x) or dim_problem(x, dim))
+            return x
+        return torch.ops.rl_comm.all_gather(x, dim, self._handle)
 
     def broadcast(self, x: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """The bytes of rank ``source``'s ``x``, on every rank; ``x`` itself is not written."""
@@ -152,7 +167,7 @@ class TreeCommunicator:
 
     def _all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("all_reduce", partial, out_dtype)
-        self._refuse(call, _unmovable(call, partial) or _not_fp32("all_reduce", partial))
+        self._refuse(call, _unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype))
         if partial.numel() * 4 < self.two_shot_bytes:
             out = tree_sum(self._gather(call, partial), out_dtype)
             self._record("all_reduce", "one-shot")
@@ -167,7 +182,9 @@ class TreeCommunicator:
 
     def _reduce_scatter(self, partial: torch.Tensor, dim: int, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("reduce_scatter", partial, out_dtype, dim)
-        problem = _unmovable(call, partial) or _not_fp32("reduce_scatter", partial) or _no_dim(partial, dim)
+        problem = (
+            _unmovable(call, partial) or sum_problem("reduce_scatter", partial, out_dtype) or dim_problem(partial, dim)
+        )
         if problem is None and partial.shape[dim] % self.world_size:
             problem = ContractError(
                 f"reduce_scatter got dimension {dim} of {partial.shape[dim]}, supported: a multiple of the world size "
@@ -181,7 +198,7 @@ class TreeCommunicator:
 
     def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         call = self._call("all_gather", x, arg=dim)
-        self._refuse(call, _unmovable(call, x) or _no_dim(x, dim))
+        self._refuse(call, _unmovable(call, x) or dim_problem(x, dim))
         parts = self._gather(call, x)
         self._record("all_gather", "bytes")
         return torch.cat(list(parts), dim=dim)
@@ -195,21 +212,6 @@ class TreeCommunicator:
         """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""
         rows = self._mover.scatter(call, slices.contiguous().view(torch.uint8))
         return tree_sum(rows.view(torch.float32), out_dtype)
-
-
-def _no_dim(x: torch.Tensor, dim: int) -> ContractError | None:
-    if -x.dim() <= dim < x.dim():
-        return None
-    return ContractError(f"got dim={dim} for a tensor of shape {tuple(x.shape)}; it must name one of its dimensions")
-
-
-def _not_fp32(op: str, partial: torch.Tensor) -> ContractError | None:
-    if partial.dtype == torch.float32:
-        return None
-    return ContractError(
-        f"{op} got a partial of {partial.dtype}, supported: torch.float32; "
-        "keep the partial sum in fp32, the result is rounded once to out_dtype"
-    )
 
 
 def _unmovable(call: Call, x: torch.Tensor) -> Exception | None:

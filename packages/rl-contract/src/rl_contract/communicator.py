@@ -4,6 +4,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from rl_contract.errors import ContractError
+
 
 @runtime_checkable
 class Communicator(Protocol):
@@ -30,19 +32,51 @@ class Communicator(Protocol):
         ...
 
 
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dim_problem(x: torch.Tensor, dim: int) -> ContractError | None:
+    """The refusal of a ``dim`` that names no dimension of ``x``."""
+    if isinstance(dim, int) and -x.dim() <= dim < x.dim():
+        return None
+    return ContractError(f"got dim={dim!r} for a tensor of shape {tuple(x.shape)}; it must name one of its dimensions")
+
+
+def sum_problem(op: str, partial: torch.Tensor, out_dtype: torch.dtype | None) -> ContractError | None:
+    """The refusal of a sum that is not fp32, or whose result a type would truncate."""
+    if partial.dtype != torch.float32:
+        return ContractError(
+            f"{op} got a partial of {partial.dtype}, supported: torch.float32; "
+            "keep the partial sum in fp32, the result is rounded once to out_dtype"
+        )
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        return ContractError(
+            f"{op} got out_dtype={out_dtype}, supported: {OUT_DTYPES}; take the fp32 sum and convert it yourself"
+        )
+    return None
+
+
 class SingleRank:
-    """A world of one rank: every collective is the identity, with the same rounding."""
+    """A world of one rank: every collective is the identity, with the same rounding and the same refusals."""
 
     rank = 0
     world_size = 1
 
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        _raise(sum_problem("all_reduce", partial, out_dtype))
         return partial if out_dtype is None else partial.to(out_dtype)
 
     def reduce_scatter(
         self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        return self.all_reduce(partial, out_dtype=out_dtype)
+        _raise(sum_problem("reduce_scatter", partial, out_dtype) or dim_problem(partial, dim))
+        return partial if out_dtype is None else partial.to(out_dtype)
 
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
+        _raise(dim_problem(x, dim))
         return x
+
+
+def _raise(problem: ContractError | None) -> None:
+    if problem is not None:
+        raise problem

@@ -42,7 +42,8 @@ class Verdict:
 
     @property
     def bitwise_equal(self) -> bool:
-        return self.mismatch_count == 0
+        """At least one element was compared, and no bits differ: what was never compared is not equal."""
+        return self.valid_count > 0 and self.mismatch_count == 0
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "bitwise_equal": self.bitwise_equal}

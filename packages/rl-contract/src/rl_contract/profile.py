@@ -1,5 +1,6 @@
 """A profile: one contract per boundary, built from one set of settings by the packages that are installed."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -12,6 +13,62 @@ from rl_contract.errors import ContractError
 BOUNDARY_GROUP = "rl_contract.boundaries"
 ARCHS = ("cpu", "sm90", "gfx942", "gfx950")
 DTYPES = ("bfloat16", "float16", "float32")
+# theta and rotary_dim, then the keys of a scaling rule as Hugging Face spells them
+ROPE_KEYS = (
+    "theta",
+    "rotary_dim",
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "short_factor",
+    "long_factor",
+)
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_rule_value(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_finite_number(v) for v in value)
+    return value is None or isinstance(value, (str, bool)) or _is_finite_number(value)
+
+
+def _rope_problems(rope: Any) -> list[str]:
+    if not isinstance(rope, Mapping):
+        return [f"rope={rope!r}, supported: a mapping with theta and rotary_dim"]
+    missing = [key for key in ("theta", "rotary_dim") if key not in rope]
+    problems = [f"rope={dict(rope)} lacks {missing}, take them from the model's configuration"] if missing else []
+    unknown = [key for key in rope if key not in ROPE_KEYS]
+    if unknown:
+        problems.append(f"rope has unknown keys {unknown}, supported: {ROPE_KEYS}")
+    theta, rotary_dim = rope.get("theta", 1e4), rope.get("rotary_dim", 2)
+    if not _is_finite_number(theta) or not theta > 1:
+        problems.append(f"rope theta={theta!r}, supported: a finite number above 1")
+    if not _is_positive_integer(rotary_dim) or rotary_dim % 2:
+        problems.append(f"rope rotary_dim={rotary_dim!r}, supported: a positive even integer")
+    values = {key: value for key, value in rope.items() if key not in ("theta", "rotary_dim")}
+    problems += [
+        f"rope {key}={value!r}, supported: a finite number, a list of these, a word or a truth value"
+        for key, value in values.items()
+        if not _is_rule_value(value)
+    ]
+    return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +81,8 @@ class Settings:
         hidden_size: width of the residual stream.
         vocab_size: the real vocabulary; ids at or beyond it take no part.
         norm_eps: epsilon of every RMSNorm, read from the live module.
-        rope: ``{"theta": float, "rotary_dim": int}`` and the keys of a scaling rule where the model has one.
+        rope: ``{"theta": float, "rotary_dim": int}`` and the keys of a scaling rule where the model has one, as
+            Hugging Face spells them (``ROPE_KEYS``).
         leaves: G of ``tree(G)`` for row-parallel layers; a power of two, at least the larger TP size.
         attention: ``segments`` or ``nosplit``.
         key_tile: keys per tile, aligned to absolute position.
@@ -50,19 +108,20 @@ class Settings:
             problems.append(f"arch={self.arch!r}, supported: {ARCHS}")
         if self.dtype not in DTYPES:
             problems.append(f"dtype={self.dtype!r}, supported: {DTYPES}")
-        if self.leaves < 1 or self.leaves & (self.leaves - 1):
+        integers = ("hidden_size", "vocab_size", "leaves", "key_tile", "segment", "vocab_tile")
+        bad = [name for name in integers if not _is_positive_integer(getattr(self, name))]
+        problems += [f"{name}={getattr(self, name)!r}, supported: a positive integer" for name in bad]
+        if "leaves" not in bad and self.leaves & (self.leaves - 1):
             problems.append(
                 f"leaves={self.leaves}, supported: a power of two; use the larger TP size of the two engines"
             )
         if self.attention not in ("segments", "nosplit"):
             problems.append(f"attention={self.attention!r}, supported: 'segments', 'nosplit'")
-        if self.key_tile < 1 or self.segment < 1 or self.segment % self.key_tile:
+        if not {"segment", "key_tile"} & set(bad) and self.segment % self.key_tile:
             problems.append(f"segment={self.segment}, key_tile={self.key_tile}: segment must be a multiple of key_tile")
-        for name in ("hidden_size", "vocab_size", "vocab_tile"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name}={getattr(self, name)}, supported: a positive integer")
-        if not self.norm_eps > 0:
-            problems.append(f"norm_eps={self.norm_eps}, supported: a positive number")
+        if not _is_finite_number(self.norm_eps) or not self.norm_eps > 0:
+            problems.append(f"norm_eps={self.norm_eps!r}, supported: a positive, finite number")
+        problems += _rope_problems(self.rope)
         if problems:
             raise ContractError("Settings: " + "; ".join(problems))
         object.__setattr__(self, "rope", dict(self.rope))

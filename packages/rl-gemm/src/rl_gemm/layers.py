@@ -6,20 +6,14 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator, ContractError
+from rl_contract.gradients import add_to_main_grad, main_grad_of
 from rl_gemm import ops
-
-
-def add_to_main_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
-    """Add fp32 ``grad`` to an fp32 ``weight.main_grad`` and return None; without one return it in weight's type."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or main_grad.dtype != torch.float32:
-        return grad.to(weight.dtype)
-    main_grad.add_(grad.view_as(main_grad))
-    return None
 
 
 def _local_leaves(leaves: int, comm: Communicator | None) -> int:
     world = 1 if comm is None else comm.world_size
+    if not isinstance(leaves, int) or isinstance(leaves, bool):
+        raise ContractError(f"leaves={leaves!r}; supported: an integer, a power of two; convert it")
     if leaves % world:
         raise ContractError(
             f"leaves={leaves} on {world} ranks; leaves must be a multiple of the TP size, use leaves={world}"
@@ -49,6 +43,10 @@ class _Linear(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         comm, boundary = ctx.comm, "gemm.column" if ctx.column else "gemm.row"
         dx = dw = db = None
+        # a refused main_grad must leave the other as it was
+        for needed, parameter in ((ctx.needs_input_grad[1], weight), (ctx.needs_input_grad[2], bias)):
+            if needed:
+                main_grad_of(parameter)
         if ctx.needs_input_grad[0]:
             if ctx.column:
                 out_dtype = x.dtype if comm is None else torch.float32
@@ -84,6 +82,13 @@ def _forward(
     return ops.finish(comm.all_reduce(root), bias, out_dtype)
 
 
+def _check_shapes(x: Tensor, weight: Tensor) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[-1] == 0:
+        raise ContractError(
+            f"linear got x {tuple(x.shape)}, weight {tuple(weight.shape)}; needs x [..., K], weight [N, K], one K > 0"
+        )
+
+
 def _apply(
     x: Tensor,
     weight: Tensor,
@@ -94,11 +99,9 @@ def _apply(
     out_dtype: torch.dtype | None,
     column: bool,
 ) -> Tensor:
-    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[-1] == 0:
-        raise ContractError(
-            f"linear got x {tuple(x.shape)}, weight {tuple(weight.shape)}; needs x [..., K], weight [N, K], one K > 0"
-        )
     out_dtype = out_dtype or x.dtype
+    ops.check_type("x", x)
+    ops.check_out(bias, x, weight.shape[0], out_dtype)
     rows = x.reshape(-1, x.shape[-1])
     needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if torch.is_grad_enabled() and needs_grad:
@@ -123,7 +126,7 @@ def column_parallel_linear(
     Args:
         x: [..., K], bf16 or fp32, the same on every rank.
         weight: [N/t, K] of x's type, rank r's rows.
-        bias: [N/t] or None.
+        bias: [N/t] of x's type, or None.
         comm: the t ranks; only the gradient of x needs them.
         leaves: G, a multiple of t; the gradient of x is tree(G) over the global N, rounded once.
         fused: 2 where weight is [gate; up] stacked; leaf g is then the g-th part of both.
@@ -136,8 +139,9 @@ def column_parallel_linear(
         ContractError: shapes or types outside the contract, or N not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
-    if fused not in (1, 2):
-        raise ContractError(f"fused={fused}; supported: 1, or 2 for a [gate; up] weight")
+    _check_shapes(x, weight)
+    if not isinstance(fused, int) or fused not in (1, 2):
+        raise ContractError(f"fused={fused!r}; supported: 1, or 2 for a [gate; up] weight")
     ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), fused)
     return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True)
 
@@ -156,7 +160,7 @@ def row_parallel_linear(
     Args:
         x: [..., K/t], bf16 or fp32, rank r's part.
         weight: [N, K/t] of x's type.
-        bias: [N] or None, the same on every rank, added once after the reduction.
+        bias: [N] of x's type, or None; the same on every rank, added once after the reduction.
         comm: the t ranks that hold the parts of K.
         leaves: G, a multiple of t; K must be divisible by G. The gradient of x is a chain over N.
         out_dtype: default x's type.
@@ -168,6 +172,7 @@ def row_parallel_linear(
         ContractError: shapes or types outside the contract, or K not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
+    _check_shapes(x, weight)
     ops.check_leaves("K/t", x.shape[-1], _local_leaves(leaves, comm))
     return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False)
 
@@ -184,7 +189,7 @@ def linear(
 
     x [..., K], weight [N, K], bias [N] or None -> [..., N]; types and errors as in the parallel layers.
     """
-    if leaves == 1:
+    if _local_leaves(leaves, None) == 1:
         return column_parallel_linear(x, weight, bias, out_dtype=out_dtype)
     return row_parallel_linear(x, weight, bias, leaves=leaves, out_dtype=out_dtype)
 

@@ -53,11 +53,13 @@ def check_matmul(x: Tensor, weight: Tensor, leaves: int) -> None:
     check_device(x, weight)
 
 
-def check_out(bias: Tensor | None, n: int, out_dtype: torch.dtype) -> None:
+def check_out(bias: Tensor | None, x: Tensor, n: int, out_dtype: torch.dtype) -> None:
     if out_dtype not in MODEL_TYPES:
         raise ContractError(f"out_dtype={out_dtype}; supported: bfloat16, float32")
     if bias is not None:
-        check_type("bias", bias)
+        if bias.dtype != x.dtype:
+            raise ContractError(f"linear got x {x.dtype} and bias {bias.dtype}; both must have one type, convert bias")
+        check_device(x, bias)
         if bias.shape != (n,):
             raise ContractError(f"bias has shape {tuple(bias.shape)}; needs [{n}], one per output")
 
@@ -122,7 +124,7 @@ def matmul(
 ) -> Tensor:
     """As ``matmul_tree``, then bias in fp32 and one rounding to ``out_dtype``."""
     check_matmul(x, weight, leaves)
-    check_out(bias, weight.shape[0], out_dtype)
+    check_out(bias, x, weight.shape[0], out_dtype)
     record_launch(Launch(boundary, "rl_gemm.cpu.gemm", f"tree{leaves}"))
     return finish(_gemm(x, weight, leaves), bias, out_dtype)
 
@@ -132,7 +134,7 @@ def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = _COLUMN
 ) -> Tensor:
     check_matmul(x, weight, leaves)
-    check_out(bias, weight.shape[0], out_dtype)
+    check_out(bias, x, weight.shape[0], out_dtype)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 

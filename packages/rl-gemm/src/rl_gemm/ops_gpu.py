@@ -30,7 +30,7 @@ def _matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = "gemm.column"
 ) -> Tensor:
     ops.check_matmul(x, weight, leaves)
-    ops.check_out(bias, weight.shape[0], out_dtype)
+    ops.check_out(bias, x, weight.shape[0], out_dtype)
     return gpu.gemm(x, weight, leaves=leaves, bias=bias, out_dtype=out_dtype, boundary=boundary)
 
 

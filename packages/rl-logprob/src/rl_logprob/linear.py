@@ -11,6 +11,7 @@ from torch import Tensor
 import rl_gemm
 import rl_gemm.ops
 from rl_contract import Communicator, ContractError, SingleRank
+from rl_contract.gradients import main_grad_of
 from rl_logprob import gpu, linear_gpu, ops
 from rl_logprob.checks import (
     check_device,
@@ -131,7 +132,7 @@ def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, wor
         raise ContractError(f"weight has {rows} rows; supported: whole tiles of {vocab_tile} ids; {remedy}")
     if rows * world < vocab_size:
         raise ContractError(f"{world} shards of {rows} rows do not hold vocab_size={vocab_size}; {remedy}")
-    if leaves < 1 or leaves & (leaves - 1) or leaves % world:
+    if not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1) or leaves % world:
         raise ContractError(f"leaves={leaves} on {world} ranks; supported: a power of two that {world} divides")
     if rows % (leaves // world * vocab_tile):
         raise ContractError(
@@ -228,9 +229,7 @@ class _WeightGradient:
     """Takes fp32 gradients of row ranges: into ``main_grad`` where the parameter has one, else rounded to its type."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.main_grad = getattr(weight, "main_grad", None)
-        if self.main_grad is not None and self.main_grad.dtype != torch.float32:
-            self.main_grad = None
+        self.main_grad = main_grad_of(weight)
         self.own = None if self.main_grad is not None else torch.zeros_like(weight)
 
     def put(self, begin: int, grad: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator
+from rl_contract.gradients import main_grad_of
 from rl_logprob import gpu
 from rl_logprob.contract import GPU_TILE, GPU_TOKEN_BLOCK
 
@@ -89,9 +90,9 @@ def backward(
     """Gradients of hidden and weight; that of weight is None where ``weight.main_grad`` took it."""
     rows = weight.shape[0]
     blocks = range(0, len(hidden), GPU_TOKEN_BLOCK)
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad = main_grad_of(weight) if needs_weight else None
     sink, add = None, False
-    if needs_weight and main_grad is not None and main_grad.dtype == torch.float32:
+    if main_grad is not None:
         sink, add = main_grad, True
     elif needs_weight:
         # blocks of tokens are added in fp32, so more than one needs room for that; a trainer has main_grad

@@ -6,20 +6,15 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator, ContractError
+from rl_contract.gradients import add_to_main_grad, main_grad_of
 from rl_norm import ops
-
-
-def _add_to_main_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or main_grad.dtype != torch.float32:
-        return grad.to(weight.dtype)
-    main_grad.add_(grad.view_as(main_grad))
-    return None
 
 
 def _head_leaves(heads: int, leaves: int, world: int) -> int:
     """This rank's leaves of the tree over all heads: the same tree on every TP size."""
     total = heads * world
+    if not isinstance(leaves, int) or isinstance(leaves, bool):
+        raise ContractError(f"rms_norm got leaves={leaves!r}; supported: an integer, a power of two; convert it")
     joined = min(leaves, total & -total)
     if leaves < 1 or leaves & (leaves - 1) or joined % world:
         raise ContractError(
@@ -59,8 +54,9 @@ class _RMSNorm(torch.autograd.Function):
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
                 dx = ops.grad_input(dy, stream, weight, rstd, dstream)
             if ctx.needs_input_grad[1]:
+                main_grad_of(weight)
                 root = ops.grad_weight(dy, stream, rstd, ctx.heads, ctx.leaves)
-                dw = _add_to_main_grad(weight, root if ctx.comm is None else ctx.comm.all_reduce(root))
+                dw = add_to_main_grad(weight, root if ctx.comm is None else ctx.comm.all_reduce(root))
         return dx, dw, dx if ctx.added else None, None, None, None, None
 
 
@@ -92,10 +88,14 @@ def rms_norm(
     """
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+        raise ContractError(
+            f"rms_norm got eps={eps!r}; supported: a positive normal fp32, as a Python number; convert it"
+        )
     if residual is not None and residual.shape != x.shape:
         raise ContractError(f"rms_norm got residual {tuple(residual.shape)} for x {tuple(x.shape)}; needs one shape")
     heads = own = 1
-    if comm is not None or leaves != 1:
+    if comm is not None or leaves != 1 or not isinstance(leaves, int) or isinstance(leaves, bool):
         if x.dim() < 3:
             raise ContractError(
                 f"rms_norm got comm or leaves with x {tuple(x.shape)}; they need [..., heads, D]; leave them out"

@@ -1,0 +1,39 @@
+"""Where a weight's gradient goes: into the trainer's fp32 ``main_grad``, or back to autograd in the weight's type."""
+
+import torch
+
+from rl_contract.errors import ContractError
+
+
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """``weight.main_grad``, or None where it is absent or None.
+
+    Raises:
+        ContractError: it is not an fp32 tensor of weight's shape on weight's device.
+    """
+    found = getattr(weight, "main_grad", None)
+    if found is None:
+        return None
+    if not isinstance(found, torch.Tensor):
+        given = type(found).__name__
+    elif found.dtype != torch.float32 or found.shape != weight.shape or found.device != weight.device:
+        given = f"{found.dtype} {tuple(found.shape)} on {found.device}"
+    else:
+        return found
+    raise ContractError(
+        f"weight.main_grad is {given}; supported: torch.float32 {tuple(weight.shape)} on {weight.device}, added to in "
+        "place; keep gradients in fp32, or remove main_grad to get the gradient in weight's type"
+    )
+
+
+def add_to_main_grad(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """Add fp32 ``grad`` to ``weight.main_grad`` and return None; without one return it in weight's type.
+
+    Raises:
+        ContractError: as ``main_grad_of``; nothing is written.
+    """
+    main_grad = main_grad_of(weight)
+    if main_grad is None:
+        return grad.to(weight.dtype)
+    main_grad.add_(grad)
+    return None
