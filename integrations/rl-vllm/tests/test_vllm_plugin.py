@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -381,3 +383,15 @@ def test_bad_input_sampling_refusals_list_everything():
     assert refusals(SamplingParams(temperature=0.0, prompt_logprobs=0)) == []
     found = refusals(SamplingParams(temperature=0.8, top_p=0.5, min_p=0.1, bad_words=["a"]))
     assert len(found) == 4
+
+
+def test_the_plugin_loads_no_kernels():
+    # a CPU worker of vLLM 0.32 walks all loaded modules at its start and fails on one of llvmlite's
+    script = """
+import sys
+from rl_vllm.plugin import register
+register()
+sys.exit(", ".join(m for m in ("numba", "llvmlite") if m in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

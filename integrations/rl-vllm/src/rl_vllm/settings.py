@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_attn.rope import inverse_frequencies
 from rl_contract import ContractError, Settings
 from vime_sync.shape import architectures, head_dim, value_problems
 
@@ -54,6 +53,10 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = {"theta": float(theta), "rotary_dim": int(head_dim(config) * partial)}
     if kind != "default":
         rope |= {"rope_type": kind, **{k: v for k, v in sorted(rule.items()) if v is not None}}
+    # imported here: every vLLM process loads this file with the plugin, and a worker's start walks all loaded modules,
+    # where it stumbles over llvmlite's, which come with the kernels
+    from rl_attn.rope import inverse_frequencies
+
     # the table's own checks, before anything is loaded
     inverse_frequencies(rope["rotary_dim"], rope["theta"], rope_scaling(rope))
     return rope
