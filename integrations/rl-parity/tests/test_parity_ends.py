@@ -32,6 +32,11 @@ time.sleep(600)
 """
 RUN = f"""
 import os, subprocess, sys, time
+import signal
+# a test runner started with nohup, or in the background, hands its ignored signals down
+for number in (signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import parity_workers
 from rl_parity import cli, fleet
 fleet.make_launcher = parity_workers.InlineLauncher
