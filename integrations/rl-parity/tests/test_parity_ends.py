@@ -113,22 +113,38 @@ def test_a_semaphore_is_known_by_inode_where_its_maker_shows_another_name():
     multiprocessing.resource_tracker.unregister(lock_name, "semaphore")
 
 
-def test_only_new_shared_memory_that_nobody_maps_is_abandoned():
-    old, mapped, left = (SharedMemory(create=True, size=64) for _ in range(3))
-    before = traces.shared_names() - {mapped.name, left.name}
+_MAKE_AND_WAIT = """
+import sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+made = SharedMemory(create=True, size=64)
+resource_tracker.unregister(made._name, "shared_memory")
+print(made.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shared_memory_of_a_killed_process_goes_and_that_of_another_run_stays():
+    ours = subprocess.Popen([sys.executable, "-c", _MAKE_AND_WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # another run has made this segment and maps it no more, or not yet
+    other = SharedMemory(create=True, size=64)
+    other.close()
+    name = ours.stdout.readline().decode().strip()
     try:
-        for one in (old, left):
-            one.close()
-        traces.remove_abandoned("run-none", before)
-        assert {old.name, mapped.name} <= traces.shared_names()
-        assert left.name not in traces.shared_names()
+        with traces.Watch(lambda: [ours.pid], every=0.05) as watch:
+            deadline = time.monotonic() + 20
+            while not watch.inodes and time.monotonic() < deadline:
+                time.sleep(0.05)
+            ours.kill()
+            ours.wait()
+        traces.remove_shared(watch.inodes)
+        assert name not in traces.shared_names()
+        assert other.name in traces.shared_names()
     finally:
-        mapped.close()
-        for one in (old, mapped, left):
-            try:
-                one.unlink()
-            except FileNotFoundError:
-                multiprocessing.resource_tracker.unregister(one._name, "shared_memory")
+        ours.kill()
+        ours.wait()
+        other.unlink()
+        traces.remove_shared({(traces.SHM / name).stat().st_ino} if name in traces.shared_names() else ())
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rl_parity.config import RunConfig
 from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
 from rl_parity.launch.processes import MARK, end, lives, survivors
 from rl_parity.launch.signals import shield
-from rl_parity.launch.traces import mapped, remove_folder, remove_shared, scratch_folder
+from rl_parity.launch.traces import Watch, mapped, remove_folder, remove_shared, scratch_folder
 from vime_sync.layout import ModelShape
 
 # one thread per process: ranks share the cores, and no bit depends on the count
@@ -104,8 +104,12 @@ class Fleet:
         self._scratch: Path | None = None
 
     def __enter__(self) -> "Fleet":
+        # an engine that dies while it starts leaves shared memory that only its maps could name
+        watch = Watch(lambda: [p.pid for p in survivors(os.environ.get(MARK, ""))])
+        self._segments = watch.inodes
         try:
-            self._start()
+            with watch:
+                self._start()
         except BaseException:
             self.close()
             raise
@@ -130,7 +134,6 @@ class Fleet:
         self.all(self.engines, "report")
         # known now: a process that dies later no longer tells what it had mapped, nor whose its children are
         self._processes = survivors(os.environ.get(MARK, ""))
-        self._segments = mapped(p.pid for p in self._processes)
 
     def _start_trainer(self, rank: int, init_method: str) -> Worker:
         c = self.config

@@ -29,7 +29,6 @@ def end_group(process: "subprocess.Popen[bytes]", patience: float = 5.0) -> None
 @contextlib.contextmanager
 def marked(run_id: str) -> Iterator[None]:
     """Mark everything started inside; on the way out end what is left of it and remove what it left behind."""
-    shared = traces.shared_names()
     before = os.environ.get(MARK)
     os.environ[MARK] = run_id
     try:
@@ -41,7 +40,7 @@ def marked(run_id: str) -> Iterator[None]:
             else:
                 os.environ[MARK] = before
             sweep(run_id)
-            traces.remove_abandoned(run_id, shared)
+            traces.remove_weights(run_id)
             traces.remove_folders()
 
 

@@ -5,15 +5,13 @@ import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_parity.launch.signals import shield
 
 SHM = Path("/dev/shm")
-# names that Python's multiprocessing and vLLM give
-_NAMES = ("sem.mp-", "psm_", "vllm_dist_")
 _folders: set[Path] = set()
 
 
@@ -76,26 +74,39 @@ def remove_shared(inodes: Iterable[int]) -> None:
                 (SHM / name).unlink()
 
 
-def remove_abandoned(run_id: str, before: set[str]) -> None:
-    """Remove this run's weight folders, and what appeared since ``before``, is this user's and is mapped by nobody.
+class Watch:
+    """Remembers, while a block runs, which shared memory a set of processes has mapped.
 
-    For shared memory of processes that died before anybody could look at what they had mapped. Looked at twice, since
-    a file is mapped a moment after it is made.
+    A process that dies no longer tells what it had mapped, and a file in shared memory does not tell who made it: what
+    was never seen mapped by a process of this run may belong to another run, and stays.
     """
-    new = {name for name in shared_names() - before if name.startswith(_NAMES)}
-    if new:
-        idle = _unmapped(new)
-        if idle:
-            time.sleep(0.3)
-            remove_shared(idle & _unmapped(new))
+
+    def __init__(self, pids: Callable[[], Iterable[int]], every: float = 1.0) -> None:
+        self.inodes: set[int] = set()
+        self._pids, self._every = pids, every
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="shared-memory-watch", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.look()
+
+    def look(self) -> None:
+        """Look now."""
+        self.inodes |= mapped(self._pids())
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._every):
+            self.look()
+
+
+def remove_weights(run_id: str) -> None:
+    """Remove the weight folders of a run; they carry its name."""
     for name in shared_names():
         if name.startswith(f"rl-parity-{run_id}-"):
             shutil.rmtree(SHM / name, ignore_errors=True)
-
-
-def _unmapped(names: Iterable[str]) -> set[int]:
-    inodes: set[int] = set()
-    for name in names:
-        with contextlib.suppress(OSError):
-            inodes.add((SHM / name).stat().st_ino)
-    return inodes - mapped(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
