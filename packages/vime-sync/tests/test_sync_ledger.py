@@ -305,3 +305,40 @@ def test_ledger_altered_lines_and_other_runs_are_refused(tmp_path):
         refused(lambda: StepLedger(path, run_id="run"), named)
     with pytest.raises(ContractError, match="max_staleness is -1"):
         StepLedger(run_id="run", max_staleness=-1)
+
+
+def test_a_later_sitting_goes_on_from_the_weights_that_the_last_one_left(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    left, other = "b" * 64, "c" * 64
+
+    def step(ledger, number, digest):
+        version = PolicyVersion("run", number, digest)
+        ledger.add_version(version)
+        ledger.add_sample(f"{number}", generated=1, spans=[(str(version), 0, 1)])
+        ledger.consume(number, [f"{number}"])
+
+    with StepLedger(path, run_id="run") as ledger:
+        with pytest.raises(ContractError, match="0 steps are trained"):
+            ledger.resume(0, left)
+        step(ledger, 0, "a" * 64)
+    with StepLedger(path, run_id="run") as ledger:
+        with pytest.raises(ContractError, match="resume at step 2"):
+            ledger.resume(2, left)
+        with pytest.raises(ContractError, match="12 digits"):
+            ledger.resume(1, left[:12])
+        ledger.resume(1, left)
+        with pytest.raises(ContractError, match="other weights than the sitting resumed from"):
+            ledger.add_version(PolicyVersion("run", 1, other))
+        step(ledger, 1, left)
+        step(ledger, 2, other)
+    # reading replays the checks
+    with StepLedger(path, run_id="run") as ledger:
+        assert ledger.sittings == [(1, left)]
+        assert ledger.check_run(3)["steps"] == 3
+    path.write_text(
+        path.read_text().replace(
+            f'"step":1,"digest":"{left}"}}\n{{"event":"version"', f'"step":1,"digest":"{other}"}}\n{{"event":"version"'
+        )
+    )
+    with pytest.raises(ContractError, match="other weights"):
+        StepLedger(path, run_id="run")

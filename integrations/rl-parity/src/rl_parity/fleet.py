@@ -53,8 +53,8 @@ class RemoteEngine:
     def transfer(self, path: Path, version: str) -> None:
         self._ask("transfer", path, version)
 
-    def shard_digests(self) -> Mapping[tuple[int, str], str]:
-        digests: Mapping[tuple[int, str], str] = self._ask("shard_digests")
+    def shard_digests(self, algorithm: str = "sha256") -> Mapping[tuple[int, str], str]:
+        digests: Mapping[tuple[int, str], str] = self._ask("shard_digests", algorithm)
         return digests
 
     def finish(self, version: str) -> None:

@@ -124,8 +124,8 @@ class VllmEngineClient:
     def transfer(self, path: Path, version: str) -> None:
         self.llm.collective_rpc("rl_transfer", args=(str(path), version))
 
-    def shard_digests(self) -> dict[tuple[int, str], str]:
-        per_worker = self.llm.collective_rpc("rl_shard_digests")
+    def shard_digests(self, algorithm: str = "sha256") -> dict[tuple[int, str], str]:
+        per_worker = self.llm.collective_rpc("rl_shard_digests", args=(algorithm,))
         return {(rank, name): digest for rank, digests in per_worker for name, digest in digests.items()}
 
     def finish(self, version: str) -> None:

@@ -45,7 +45,7 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shape = vime_sync.ModelShape.from_hf_config(config)
         self.tp = self.parallel_config.tensor_parallel_size
         self.tp_rank = self.parallel_config.rank % self.tp
-        self.received: dict[str, str] = {}
+        self.received: dict[str, dict[str, str]] = {}
         self._loaded = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -72,7 +72,7 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             else:
                 self._reload(weights)
                 shards = vime_sync.vllm_shards(weights, self.shape, self.tp_rank, self.tp)
-                self.received = dict(vime_sync.tensor_digests(shards))
+                self.received = {weights.algorithm: vime_sync.digests(weights.algorithm, shards)}
         self._loaded = True
 
     def finish_weight_update(self) -> None:

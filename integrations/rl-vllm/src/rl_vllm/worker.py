@@ -15,7 +15,7 @@ from rl_vllm.config import profile_of
 from rl_vllm.generators import make_rewindable
 from rl_vllm.scope import Strict, building
 from rl_vllm.settings import hf_config_dict
-from vime_sync import ModelShape, from_vllm, tensor_digests
+from vime_sync import ModelShape, digests, from_vllm
 
 BOUNDARIES = ("LinearBase", "VocabParallelEmbedding", "CustomOp", "Attention")
 
@@ -121,12 +121,12 @@ class ReportingCPUWorker(CPUWorker):
     def rl_open_session(self) -> str | None:
         return self._rl_session
 
-    def rl_shard_digests(self) -> tuple[int, dict[str, str]]:
-        """``(tp rank, {hf name: sha256})`` of the bytes this worker computes with."""
+    def rl_shard_digests(self, algorithm: str = "sha256") -> tuple[int, dict[str, str]]:
+        """``(tp rank, {hf name: digest})`` of the bytes this worker computes with."""
         shape = self.rl_shape()
         tp = self.parallel_config.tensor_parallel_size
         parameters = dict(self.model_runner.get_model().named_parameters())
-        return self.rank % tp, dict(tensor_digests(from_vllm(parameters, shape, self.rank % tp, tp)))
+        return self.rank % tp, digests(algorithm, from_vllm(parameters, shape, self.rank % tp, tp))
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         if self._rl_poison is not None:
@@ -143,10 +143,10 @@ class ReportingCPUWorker(CPUWorker):
 class AuditCPUWorker(ReportingCPUWorker):
     """vLLM's own operators, with the reports of a strict engine."""
 
-    def rl_shard_digests(self) -> tuple[int, dict[str, str]]:
+    def rl_shard_digests(self, algorithm: str = "sha256") -> tuple[int, dict[str, str]]:
         # stock CPU layers pack their weights away; what can be digested is what the last push handed to the loaders
         engine = self.weight_transfer_engine
-        received = getattr(engine, "received", None)
+        received = getattr(engine, "received", {}).get(algorithm)
         if not received:
             raise ContractError(
                 "vLLM's CPU layers pack their weights, so an audited engine digests only what a push brought; "

@@ -2,19 +2,21 @@
 
 from vime_sync import layout
 from vime_sync.client import EngineClient, ShardDigests
-from vime_sync.digest import tensor_digest, tensor_digests
+from vime_sync.digest import digests, tensor_digest, tensor_digests, words_digests
 from vime_sync.layout import from_hf, from_vllm, shard_digests, to_hf, vllm_shards
 from vime_sync.ledger import Sample, StepLedger, StepReport
+from vime_sync.lend import Loan
 from vime_sync.manifest import Entry, Manifest
 from vime_sync.publisher import Publisher, PublishError, State, Transition, verify
 from vime_sync.shape import ModelShape
 from vime_sync.spans import Span, check_spans, spans_from_pauses, tokens_digest
-from vime_sync.transfer import Weights, read_weights, write_weights
+from vime_sync.transfer import Weights, lend_weights, read_weights, write_weights
 from vime_sync.version import PolicyVersion
 
 __all__ = [
     "EngineClient",
     "Entry",
+    "Loan",
     "Manifest",
     "ModelShape",
     "PolicyVersion",
@@ -29,9 +31,11 @@ __all__ = [
     "Transition",
     "Weights",
     "check_spans",
+    "digests",
     "from_hf",
     "from_vllm",
     "layout",
+    "lend_weights",
     "read_weights",
     "shard_digests",
     "spans_from_pauses",
@@ -41,5 +45,6 @@ __all__ = [
     "tokens_digest",
     "verify",
     "vllm_shards",
+    "words_digests",
     "write_weights",
 ]

@@ -54,8 +54,12 @@ class EngineClient(Protocol):
         """
         ...
 
-    def shard_digests(self) -> Mapping[tuple[int, str], str]:
-        """Digest what each worker holds now, read from its live parameters (``layout.from_vllm`` names the slices)."""
+    def shard_digests(self, algorithm: str = "sha256") -> Mapping[tuple[int, str], str]:
+        """Digest what each worker holds now, read from its live parameters (``layout.from_vllm`` names the slices).
+
+        Args:
+            algorithm: ``sha256``, or ``words128`` (``words_digests``), which a push that lends memory asks for.
+        """
         ...
 
     def finish(self, version: str) -> None:

@@ -65,6 +65,8 @@ class StepLedger:
         self.samples: dict[str, Sample] = {}
         self.steps: list[StepReport] = []
         self.served: PolicyVersion | None = None
+        # (step, digest) of every sitting but the first: where it went on, and from which weights
+        self.sittings: list[tuple[int, str]] = []
         self._file: BinaryIO | None = None
         self._owner: int | None = None
         self._closed = False
@@ -155,6 +157,14 @@ class StepLedger:
         """Say that a sample will never be consumed (aborted, too stale)."""
         self._commit({"event": "drop", "id": sample_id, "reason": reason})
 
+    def resume(self, step: int, digest: str) -> None:
+        """Say that another sitting goes on at ``step`` with weights of this digest, which that step's version must have.
+
+        Raises:
+            ContractError: ``step`` is not the next one, or the digest is shortened.
+        """
+        self._commit({"event": "resume", "step": step, "digest": digest})
+
     def check_run(self, steps: int | None = None) -> dict[str, int]:
         """Prove that the run is continuous, and count.
 
@@ -230,6 +240,8 @@ class StepLedger:
                 return self._checked_sample(event)
             case "step":
                 return self._checked_step(event)
+            case "resume":
+                return self._checked_resume(event)
             case "drop":
                 sample = self._sample(event["id"])
                 if sample.step is not None or sample.dropped is not None:
@@ -243,6 +255,8 @@ class StepLedger:
             self.versions[str(change)] = self.served = change
         elif isinstance(change, Sample):
             self.samples[change.sample_id] = change
+        elif isinstance(change, tuple):
+            self.sittings.append(change)
         elif isinstance(change, StepReport):
             for sample_id in change.sample_ids:
                 self.samples[sample_id] = replace(self.samples[sample_id], step=change.step)
@@ -266,7 +280,20 @@ class StepLedger:
             raise ContractError(f"version {version} does not follow {self.served}; the next step is {expected}")
         if expected != len(self.steps):
             raise ContractError(f"version {version} comes before step {len(self.steps)} has consumed its samples")
+        if self.sittings and self.sittings[-1][0] == version.step and self.sittings[-1][1] != version.digest:
+            raise ContractError(
+                f"version {version} has other weights than the sitting resumed from ({self.sittings[-1][1][:12]}); "
+                "restore the state that step ended with"
+            )
         return version
+
+    def _checked_resume(self, event: Event) -> tuple[int, str]:
+        step, digest = event["step"], str(event["digest"])
+        if not whole_number(step) or step != len(self.steps) or not self.steps:
+            raise ContractError(f"a sitting cannot resume at step {step!r}; {len(self.steps)} steps are trained")
+        if len(digest) != 64:
+            raise ContractError(f"resuming needs the manifest's digest, got {len(digest)} digits")
+        return int(step), digest
 
     def _checked_sample(self, event: Event) -> Sample:
         sample_id, generated = str(event["id"]), event["generated"]

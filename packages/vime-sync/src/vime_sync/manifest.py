@@ -13,7 +13,10 @@ from rl_contract import ContractError
 from vime_sync.digest import map_tensors, tensor_digest
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-_EXPONENTS = {torch.bfloat16: (torch.int16, np.int16(0x7F80)), torch.float32: (torch.int32, np.int32(0x7F800000))}
+_EXPONENTS: dict[torch.dtype, tuple[torch.dtype, Any]] = {
+    torch.bfloat16: (torch.int16, np.int16(0x7F80)),
+    torch.float32: (torch.int32, np.int32(0x7F800000)),
+}
 _PIECE = 1 << 18
 
 
@@ -139,6 +142,8 @@ def nonfinite_count(tensor: torch.Tensor) -> int:
     # an exponent of all ones; on integers and in cache-sized pieces this keeps up with sha256, torch.isfinite does not
     integer, exponent = _EXPONENTS[tensor.dtype]
     flat = tensor.detach().contiguous().reshape(-1).view(integer)
+    if flat.is_cuda:
+        return int(((flat & int(exponent)) == int(exponent)).sum())
     pieces = (flat[at : at + _PIECE].cpu().numpy() for at in range(0, flat.numel(), _PIECE))
     return sum(int(np.count_nonzero((piece & exponent) == exponent)) for piece in pieces)
 

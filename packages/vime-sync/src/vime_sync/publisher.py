@@ -72,6 +72,7 @@ class Publisher:
         self.history: list[Transition] = []
         self._unfit: dict[str, str] = {}
         self._expected: dict[int, dict[tuple[int, str], str]] = {}
+        self._algorithm = "sha256"
         self._busy = threading.Lock()
         for engine in engines:
             if engine.name in self.engines:
@@ -129,7 +130,7 @@ class Publisher:
             raise ContractError("nothing is published yet; there is no version to verify against")
         with self._exclusive():
             engines = self.serving()
-            failures = self._attempt(engines, lambda engine: _check_digests(engine, self._expected[engine.tp]))
+            failures = self._attempt(engines, lambda engine: self._check_digests(engine, self._expected))
             if failures:
                 wrong = [engine for engine in engines if engine.name in failures]
                 self._poison(wrong, f"verification of {self.version} failed", failures)
@@ -143,7 +144,13 @@ class Publisher:
             with read_weights(directory, version) as weights:
                 if problems := self.shape.problems({e.name: e.shape for e in weights.manifest.entries}):
                     raise ContractError(f"{weights.path} is no {self.shape.architecture}: " + "; ".join(problems))
-                expected = {tp: shard_digests(weights, self.shape, tp) for tp in sorted({e.tp for e in engines})}
+                expected = {tp: weights.shard_digests(self.shape, tp) for tp in sorted({e.tp for e in engines})}
+                if self._expected and weights.algorithm != self._algorithm and len(engines) < len(self.engines):
+                    raise ContractError(
+                        f"this push is compared by {weights.algorithm}, the other engines by {self._algorithm}; "
+                        "push the same way to all engines"
+                    )
+                self._algorithm = weights.algorithm
             started = self._record(State.PREPARED, version, started)
             self._claim(engines, f"{version}/{uuid.uuid4().hex}")
             try:
@@ -186,7 +193,7 @@ class Publisher:
                 )
 
         def check(engine: EngineClient) -> None:
-            _check_digests(engine, expected[engine.tp])
+            self._check_digests(engine, expected)
             if (now := engine.weight_version()) != before[engine.name]:
                 raise RuntimeError(f"reports version {now!r} before it was published (was {before[engine.name]!r})")
 
@@ -268,6 +275,12 @@ class Publisher:
     def _reached(self) -> State | None:
         return self.history[-1].state if self.history else None
 
+    def _check_digests(self, engine: EngineClient, expected: Mapping[int, Mapping[tuple[int, str], str]]) -> None:
+        wrong = differing_shards(expected[engine.tp], engine.shard_digests(self._algorithm))
+        if wrong:
+            shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+            raise RuntimeError(f"{len(wrong)} shards do not hold the published bytes: {shown}")
+
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
@@ -276,13 +289,6 @@ class Publisher:
             yield
         finally:
             self._busy.release()
-
-
-def _check_digests(engine: EngineClient, expected: Mapping[tuple[int, str], str]) -> None:
-    wrong = differing_shards(expected, engine.shard_digests())
-    if wrong:
-        shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-        raise RuntimeError(f"{len(wrong)} shards do not hold the published bytes: {shown}")
 
 
 def differing_shards(expected: Mapping[tuple[int, str], str], reported: Mapping[tuple[int, str], str]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from vime_sync.digest import tensor_digest
+from vime_sync.digest import digests, tensor_digest
 from vime_sync.shape import ModelShape
 from vime_sync.transfer import read_weights
 from vime_sync.vllm_layout import vllm_shards
@@ -95,9 +95,10 @@ class FakeEngine:
         if "flip_bit" in self.faults:
             self.shards[-1]["model.norm.weight"].view(torch.uint8)[0] ^= 1
 
-    def shard_digests(self) -> Mapping[tuple[int, str], str]:
+    def shard_digests(self, algorithm: str = "sha256") -> Mapping[tuple[int, str], str]:
         self._enter("shard_digests")
-        return {(rank, name): tensor_digest(t) for rank, held in enumerate(self.shards) for name, t in held.items()}
+        held = [((rank, name), t) for rank, shards in enumerate(self.shards) for name, t in shards.items()]
+        return digests(algorithm, held)
 
     def finish(self, version: str) -> None:
         self._enter("finish")

@@ -1,13 +1,14 @@
 """Weights as a directory of safetensors files plus manifest.json: whole or not there, and verified when read.
 
-On shared memory (``/dev/shm``) this moves weights between processes of one host; on a disk it is a checkpoint.
+On shared memory (``/dev/shm``) this moves weights between processes of one host; on a disk it is a checkpoint. A
+directory may also hold manifest.json alone and name memory that the trainer lends, see ``vime_sync.lend``.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +19,11 @@ from safetensors.torch import save_file
 
 from rl_contract import ContractError
 from vime_sync.digest import map_tensors, tensor_digest
+from vime_sync.lend import LENT, Loan
 from vime_sync.manifest import DTYPES, Manifest, nonfinite_count
+from vime_sync.shape import ModelShape
 from vime_sync.version import PolicyVersion
+from vime_sync.vllm_layout import shard_digests
 
 MANIFEST_FILE = "manifest.json"
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
@@ -42,17 +46,51 @@ def write_weights(
         ContractError: the directory exists; the version carries another digest than the manifest; a tensor is missing,
             extra, or has another type or shape than the manifest says. Nothing is left behind.
     """
+    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    return _write(
+        directory,
+        version,
+        manifest,
+        lambda staging: {"files": _write_files(staging, pairs, manifest, max_file_bytes)},
+    )
+
+
+def lend_weights(
+    directory: str | os.PathLike[str], loan: Loan, version: PolicyVersion, shape: ModelShape, tps: Iterable[int]
+) -> Path:
+    """Write the directory of a push whose tensors lie in ``loan``; it is valid until the loan is filled again.
+
+    Args:
+        tps: tensor-parallel sizes of the engines that will be given it. Shards are digested here (``words128``),
+            because the publisher cannot read a device's memory.
+
+    Raises:
+        ContractError: the directory exists, or the version carries another digest than the loan's manifest.
+    """
+    shards = {
+        str(tp): [[rank, name, digest] for (rank, name), digest in shard_digests(loan, shape, tp, LENT).items()]
+        for tp in sorted(set(tps))
+    }
+    return _write(
+        directory, version, loan.manifest, lambda _: {"files": {}, "loan": {**loan.describe(), "shards": shards}}
+    )
+
+
+def _write(
+    directory: str | os.PathLike[str],
+    version: PolicyVersion,
+    manifest: Manifest,
+    fill: Callable[[Path], dict[str, Any]],
+) -> Path:
     target = Path(directory)
     if target.exists():
         raise ContractError(f"{target} exists; a version is written once, give a new directory")
     if not manifest.digest.startswith(version.digest):
         raise ContractError(f"version {version} does not carry the manifest's digest {manifest.digest[:12]}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
-        files = _write_files(staging, pairs, manifest, max_file_bytes)
-        described = {"version": f"{version.run_id}:{version.step}:{manifest.digest}", "files": files}
+        described = {"version": f"{version.run_id}:{version.step}:{manifest.digest}", **fill(staging)}
         described["manifest"] = json.loads(manifest.to_json())
         (staging / MANIFEST_FILE).write_text(json.dumps(described, indent=1))
         for path in [*staging.iterdir(), staging]:
@@ -68,7 +106,12 @@ def write_weights(
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """The tensors of a directory, read one at a time and only when asked for. Close it, or use it as a context."""
+    """The tensors of a directory, read one at a time and only when asked for. Close it, or use it as a context.
+
+    ``algorithm`` names the digest that its shards are compared by after a push.
+    """
+
+    algorithm = "sha256"
 
     def __init__(self, path: Path, version: PolicyVersion, manifest: Manifest, files: Mapping[str, str]) -> None:
         self.path, self.version, self.manifest = path, version, manifest
@@ -88,6 +131,10 @@ class Weights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.manifest.entries)
 
+    def shard_digests(self, shape: ModelShape, tp: int) -> dict[tuple[int, str], str]:
+        """What every worker of an engine of this ``tp`` must report, see ``layout.shard_digests``."""
+        return shard_digests(self, shape, tp)
+
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
@@ -106,6 +153,36 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._open[file]
 
 
+class LentWeights(Weights):
+    """Views into memory that the trainer lends; opened when the first tensor is asked for, valid for this push only."""
+
+    algorithm = LENT
+
+    def __init__(self, path: Path, version: PolicyVersion, manifest: Manifest, loan: Mapping[str, Any]) -> None:
+        super().__init__(path, version, manifest, {})
+        self._loan = loan
+        self._views: dict[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._views is None:
+            self._views = Loan.open(self._loan, self.manifest)
+        return self._views[name]
+
+    def slice(self, name: str) -> Any:
+        return self[name]
+
+    def shard_digests(self, shape: ModelShape, tp: int) -> dict[tuple[int, str], str]:
+        stated = self._loan["shards"].get(str(tp))
+        if stated is None:
+            raise ContractError(
+                f"{self.path} states digests for tp {sorted(self._loan['shards'])}, an engine has tp={tp}; lend with it"
+            )
+        return {(int(rank), str(name)): str(digest) for rank, name, digest in stated}
+
+    def close(self) -> None:
+        self._views = None
+
+
 def read_weights(
     directory: str | os.PathLike[str],
     expected: PolicyVersion | Manifest | None = None,
@@ -117,19 +194,24 @@ def read_weights(
     Args:
         expected: the version or the manifest that the directory must hold.
         check_bytes: also digest every tensor and look for NaN. A worker that reads only its slice may leave that out:
-            its shard digests are compared after loading.
+            its shard digests are compared after loading. Lent memory is never digested here, for that reason.
 
     Raises:
         ContractError: one error that lists every missing, extra, mis-shaped, mistyped, altered, nonfinite or
             unreadable (truncated) tensor and file, or that another version is there.
     """
     path = Path(directory)
-    version, manifest, files = _read_manifest(path)
+    version, manifest, files, loan = _read_manifest(path)
     problems: list[str] = []
     if isinstance(expected, PolicyVersion) and not expected.matches(version):
         problems.append(f"holds version {version}, expected was {expected}")
     if isinstance(expected, Manifest):
         problems += expected.differences(manifest)
+    if loan is not None:
+        if problems:
+            raise ContractError(f"weights in {path}: " + "; ".join(problems))
+        # bytes are compared after loading, shard by shard: their digests come with the loan
+        return LentWeights(path, version, manifest, loan)
     weights = Weights(path, version, manifest, files)
     readable = _check_headers(weights, problems)
     if check_bytes:
@@ -191,23 +273,24 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
 
 
-def _read_manifest(path: Path) -> tuple[PolicyVersion, Manifest, dict[str, str]]:
+def _read_manifest(path: Path) -> tuple[PolicyVersion, Manifest, dict[str, str], dict[str, Any] | None]:
     try:
         described = json.loads((path / MANIFEST_FILE).read_text())
         version = PolicyVersion.parse(described["version"])
         manifest = Manifest.from_json(json.dumps(described["manifest"]))
         files = {str(name): str(file) for name, file in described["files"].items()}
+        loan = described.get("loan")
     except (OSError, KeyError, AttributeError, TypeError, json.JSONDecodeError) as error:
         raise ContractError(
             f"{path} holds no readable {MANIFEST_FILE} ({error!r}); write it with write_weights"
         ) from error
     if version.digest != manifest.digest:
         raise ContractError(f"{path}: version {version} does not carry the manifest's digest {manifest.digest[:12]}")
-    if unlisted := [name for name in manifest.names if name not in files]:
+    if loan is None and (unlisted := [name for name in manifest.names if name not in files]):
         raise ContractError(f"{path}/{MANIFEST_FILE} names no file for {', '.join(unlisted)}")
     if outside := sorted({file for file in files.values() if Path(file).name != file}):
         raise ContractError(f"{path}/{MANIFEST_FILE} points outside its directory: {', '.join(outside)}")
-    return version, manifest, files
+    return version, manifest, files, loan
 
 
 def _check_headers(weights: Weights, problems: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rl_contract import ContractError
-from vime_sync.digest import map_tensors, tensor_digest
+from vime_sync.digest import digests
 from vime_sync.shape import ModelShape
 
 VOCAB_PADDING = 64
@@ -29,10 +29,12 @@ def vllm_shards(
     return ((name, shard) for (rank, name), shard in _all_shards(hf_tensors, shape, tp, range(tp_rank, tp_rank + 1)))
 
 
-def shard_digests(hf_tensors: Mapping[str, torch.Tensor], shape: ModelShape, tp: int) -> dict[tuple[int, str], str]:
-    """``{(rank, hf_name): sha256}`` over all ranks: what every worker of an engine of this ``tp`` must report."""
+def shard_digests(
+    hf_tensors: Mapping[str, torch.Tensor], shape: ModelShape, tp: int, algorithm: str = "sha256"
+) -> dict[tuple[int, str], str]:
+    """``{(rank, hf_name): digest}`` over all ranks: what every worker of an engine of this ``tp`` must report."""
     shape.check_tp(tp)
-    return dict(map_tensors(tensor_digest, _all_shards(hf_tensors, shape, tp, range(tp))))
+    return digests(algorithm, _all_shards(hf_tensors, shape, tp, range(tp)))
 
 
 def _all_shards(

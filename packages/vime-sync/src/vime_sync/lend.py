@@ -1,0 +1,178 @@
+"""Weights lent instead of copied: one region of memory that the trainer fills and every engine of the host maps.
+
+The trainer keeps one region for the whole run and fills it for each push; engines copy out of it before the push is
+verified, so nothing reads it while it is being filled. On a GPU the region is opened through CUDA IPC on the device
+with the same UUID, wherever CUDA_VISIBLE_DEVICES puts it; on a CPU it is a file that both sides map.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_contract import ContractError, MissingSupport
+from vime_sync.manifest import DTYPES, Manifest
+
+LENT = "words128"
+"""The digest that pushes through lent memory are compared by; the manifest keeps its sha256 as ever."""
+
+_TYPES = {name: dtype for dtype, name in DTYPES.items()}
+# what any vector load needs, and whole words for the digest
+_ALIGN = 256
+
+
+class Loan(Mapping[str, torch.Tensor]):
+    """The trainer's side: ``fill`` copies one version in, ``manifest`` describes what lies there now.
+
+    Args:
+        device: where the region lies, ``cpu`` or a CUDA device.
+        folder: for ``cpu``, where the file is made (``/dev/shm``).
+    """
+
+    def __init__(self, device: torch.device | str, folder: str | os.PathLike[str] = "/dev/shm") -> None:
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise MissingSupport(f"memory of {self.device} cannot be lent; supported: cpu, cuda; write files instead")
+        self._folder = Path(folder)
+        self._file: Path | None = None
+        self._region: torch.Tensor | None = None
+        self._shared: tuple[Any, ...] | None = None
+        self._views: dict[str, torch.Tensor] = {}
+        self._offsets: dict[str, int] = {}
+        self._manifest: Manifest | None = None
+
+    def fill(self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        """Copy the tensors in and digest what then lies there; returns the manifest.
+
+        Raises:
+            ContractError: see ``Manifest.from_tensors``; or other names, types or shapes than the first time.
+        """
+        pairs = dict(named_tensors)
+        self._manifest = None
+        if self._region is None:
+            self._allocate(pairs)
+        if {n: (t.dtype, t.shape) for n, t in pairs.items()} != {n: (v.dtype, v.shape) for n, v in self._views.items()}:
+            raise ContractError("a loan holds one model for a whole run; other tensors were given, make another loan")
+        for name, tensor in pairs.items():
+            self._views[name].copy_(tensor)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._manifest = Manifest.from_tensors(self._views)
+        return self._manifest
+
+    @property
+    def manifest(self) -> Manifest:
+        if self._manifest is None:
+            raise ContractError("this loan holds no whole version; fill it first")
+        return self._manifest
+
+    def describe(self) -> dict[str, Any]:
+        """What another process of this host needs to open the region, as JSON."""
+        assert self._region is not None
+        where: dict[str, Any] = {"bytes": self._region.numel(), "offsets": self._offsets}
+        if self._file is not None:
+            return {"kind": "mapped", "file": str(self._file), **where}
+        if self._shared is None:
+            self._shared = self._region.untyped_storage()._share_cuda_()
+        fields = [part.hex() if isinstance(part, bytes) else part for part in self._shared[1:]]
+        return {"kind": "cuda-ipc", "gpu": gpu_uuid(self.device), "handle": fields, **where}
+
+    def close(self) -> None:
+        """End the loan; engines must not read it any more."""
+        self._views, self._manifest, self._region, self._shared = {}, None, None, None
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+    @staticmethod
+    def open(described: Mapping[str, Any], manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The borrower's side: views of every tensor.
+
+        Raises:
+            MissingSupport: this process cannot map the region: the GPU is not visible, or IPC is not allowed here.
+        """
+        region = _mapped(described) if described["kind"] == "mapped" else _borrowed(described)
+        views = {}
+        for entry in manifest.entries:
+            dtype, start = _TYPES[entry.dtype], int(described["offsets"][entry.name])
+            count = int(torch.Size(entry.shape).numel())
+            views[entry.name] = region[start : start + count * dtype.itemsize].view(dtype).view(entry.shape)
+        return views
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def _allocate(self, pairs: Mapping[str, torch.Tensor]) -> None:
+        if odd := [f"{name} is {t.dtype}" for name, t in pairs.items() if t.dtype not in DTYPES]:
+            raise ContractError(f"weights that cannot be lent: {'; '.join(odd)}, supported are {sorted(_TYPES)}")
+        end = 0
+        for name, tensor in pairs.items():
+            self._offsets[name] = end
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        if self.device.type == "cpu":
+            handle, file = tempfile.mkstemp(prefix="rl-parity-loan-", dir=self._folder)
+            os.ftruncate(handle, end)
+            os.close(handle)
+            self._file = Path(file)
+            self._region = torch.from_file(file, shared=True, size=end, dtype=torch.uint8)
+        else:
+            self._region = torch.zeros(end, dtype=torch.uint8, device=self.device)
+        for name, tensor in pairs.items():
+            size = tensor.numel() * tensor.element_size()
+            part = self._region[self._offsets[name] : self._offsets[name] + size]
+            self._views[name] = part.view(tensor.dtype).view(tensor.shape)
+
+
+def gpu_uuid(device: torch.device | int) -> str:
+    """``GPU-xxxxxxxx-...`` of a visible CUDA device, as nvidia-smi spells it."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _mapped(described: Mapping[str, Any]) -> torch.Tensor:
+    path = Path(described["file"])
+    if not path.is_file():
+        raise MissingSupport(f"the lent memory {path} is not there; the trainer has gone, or runs on another host")
+    return torch.from_file(str(path), shared=True, size=int(described["bytes"]), dtype=torch.uint8)
+
+
+# one region a process: opening costs milliseconds, and the same handle comes with every push
+_opened: dict[str, torch.Tensor] = {}
+
+
+def _borrowed(described: Mapping[str, Any]) -> torch.Tensor:
+    key = repr((described["gpu"], described["handle"]))
+    if key in _opened:
+        return _opened[key]
+    devices = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
+    device = devices.get(described["gpu"])
+    if device is None:
+        raise MissingSupport(
+            f"the lent memory is on {described['gpu']}, this process sees {sorted(devices)}; "
+            "add that GPU to its CUDA_VISIBLE_DEVICES, or push files"
+        )
+    handle, size, offset, counter, counter_offset, event, sync = (
+        bytes.fromhex(part) if isinstance(part, str) else part for part in described["handle"]
+    )
+    try:
+        with torch.cuda.device(device):
+            storage = torch.UntypedStorage._new_shared_cuda(
+                device, handle, size, offset, counter, counter_offset, event, sync
+            )
+    except RuntimeError as error:
+        raise MissingSupport(
+            f"CUDA IPC cannot open memory of {described['gpu']} here ({str(error).splitlines()[0]}); push files"
+        ) from error
+    region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    _opened.clear()
+    _opened[key] = region
+    return region

@@ -1,0 +1,188 @@
+"""Lent memory: the same weights and the same refusals as files, compared by a digest that misses no accident."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rl_contract import ContractError, MissingSupport
+from vime_sync import (
+    Loan,
+    Manifest,
+    ModelShape,
+    PolicyVersion,
+    Publisher,
+    PublishError,
+    digests,
+    lend_weights,
+    read_weights,
+    shard_digests,
+    words_digests,
+    write_weights,
+)
+from vime_sync.lend import gpu_uuid
+from vime_sync.testing import FakeEngine
+
+SHAPE = ModelShape.from_hf_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 70,
+    }
+)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(size, generator=g).to(torch.bfloat16) for n, size in SHAPE.hf_shapes()}
+
+
+def words128(data: bytes) -> str:
+    """The definition, in Python's integers."""
+    mask = (1 << 64) - 1
+    padded = data + bytes(-len(data) % 4)
+    out = ""
+    for seed in (0x243F6A8885A308D3, 0x13198A2E03707344):
+        total = len(data) * seed
+        for i in range(len(padded) // 4):
+            z = (seed + (i + 1) * 0x9E3779B97F4A7C15) & mask
+            z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+            total += (int.from_bytes(padded[4 * i : 4 * i + 4], "little") + 1) * ((z ^ (z >> 31)) | 1)
+        out += f"{total & mask:016x}"
+    return out
+
+
+@pytest.fixture
+def loan(tmp_path):
+    made = Loan("cpu", tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 4096, 4097])
+def test_words_digest_is_its_definition(count):
+    x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(torch.bfloat16)
+    data = x.view(torch.uint8).numpy().tobytes()
+    assert words_digests([("x", x)]) == {"x": words128(data)}
+    # a slice that begins inside a word
+    assert words_digests([("x", torch.cat([x.new_zeros(1), x])[1:])]) == {"x": words128(data)}
+
+
+def test_words_digest_over_several_chunks_is_that_of_one(monkeypatch):
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    whole = words_digests([("x", x)])
+    monkeypatch.setattr("vime_sync.digest._CHUNK_WORDS", 256)
+    assert words_digests([("x", x)]) == whole
+
+
+def test_words_digest_notices_every_flipped_bit_swap_and_length():
+    x = torch.arange(200, dtype=torch.float32)
+    seen = {words_digests([("x", x)])["x"]}
+    flat = x.view(torch.uint8)
+    for bit in range(flat.numel() * 8):
+        y = flat.clone()
+        y[bit // 8] ^= 1 << (bit % 8)
+        seen.add(words_digests([("x", y)])["x"])
+    assert len(seen) == 1 + flat.numel() * 8
+    swapped = x.clone()
+    swapped[[3, 150]] = swapped[[150, 3]]
+    zeros = [words_digests([("x", torch.zeros(n, dtype=torch.bfloat16))])["x"] for n in range(6)]
+    assert len({words_digests([("x", swapped)])["x"], *zeros, *seen}) == len(seen) + 7
+
+
+def test_digest_of_an_unknown_name_is_refused():
+    with pytest.raises(ContractError, match=r"crc32.*sha256"):
+        digests("crc32", [])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_lent_push_brings_the_bytes_and_the_label_of_a_pushed_file(tmp_path, loan, tp):
+    publishers = []
+    for step in (0, 1):
+        named = weights(step)
+        manifest = loan.fill(named)
+        assert manifest.digest == Manifest.from_tensors(named).digest
+        version = PolicyVersion("run", step, manifest.digest)
+        lent = lend_weights(tmp_path / f"lent-{step}", loan, version, SHAPE, [1, 2])
+        files = write_weights(tmp_path / f"files-{step}", named, version, manifest)
+        for i, directory in enumerate((lent, files)):
+            if not step:
+                publishers.append(Publisher([FakeEngine("e", SHAPE, tp)], SHAPE))
+            publishers[i].publish(directory, version)
+        mine, theirs = (p.engines["e"] for p in publishers)
+        assert mine.held_digest() == theirs.held_digest()
+        assert mine.label == theirs.label == str(version)
+        # the sha256 of what the engine holds can be had at any time
+        assert mine.shard_digests() == shard_digests(named, SHAPE, tp)
+        publishers[0].verify()
+
+
+def test_a_lent_push_that_arrives_with_another_bit_is_never_published(tmp_path, loan):
+    version = PolicyVersion("run", 0, loan.fill(weights(0)).digest)
+    directory = lend_weights(tmp_path / "push", loan, version, SHAPE, [2])
+    engine = FakeEngine("e", SHAPE, 2, {"flip_bit"})
+    with pytest.raises(PublishError, match=r"rank 1 model.norm.weight \(other bytes\)"):
+        Publisher([engine], SHAPE).publish(directory, version)
+    assert engine.poisoned
+    assert engine.label == "default"
+
+
+def test_a_lent_push_without_digests_for_an_engines_tp_touches_no_engine(tmp_path, loan):
+    version = PolicyVersion("run", 0, loan.fill(weights(0)).digest)
+    directory = lend_weights(tmp_path / "push", loan, version, SHAPE, [1])
+    engine = FakeEngine("e", SHAPE, 2)
+    with pytest.raises(ContractError, match="tp=2; lend with it"):
+        Publisher([engine], SHAPE).publish(directory, version)
+    assert engine.calls == []
+
+
+def test_a_loan_refuses_another_model_damaged_values_and_readers_after_its_end(tmp_path, loan):
+    manifest = loan.fill(weights(0))
+    version = PolicyVersion("run", 0, manifest.digest)
+    directory = lend_weights(tmp_path / "push", loan, version, SHAPE, [1])
+    with pytest.raises(ContractError, match="another loan"):
+        loan.fill({**weights(0), "extra": torch.zeros(2, dtype=torch.bfloat16)})
+    with pytest.raises(ContractError, match="fill it first"):
+        _ = loan.manifest
+    with pytest.raises(ContractError, match="NaN"):
+        loan.fill({**weights(0), "model.norm.weight": torch.full((16,), float("nan"), dtype=torch.bfloat16)})
+    with pytest.raises(ContractError, match="expected was"):
+        read_weights(directory, PolicyVersion("run", 1, manifest.digest))
+    loan.close()
+    with read_weights(directory, version) as lent, pytest.raises(MissingSupport, match="not there"):
+        lent["model.norm.weight"]
+
+
+def test_a_loan_of_an_unknown_device_is_refused():
+    with pytest.raises(MissingSupport, match=r"meta.*write files"):
+        Loan("meta")
+
+
+READER = """
+import sys
+from vime_sync import read_weights, words_digests
+with read_weights(sys.argv[1]) as weights:
+    print(words_digests((name, weights[name]) for name in sorted(weights)))
+"""
+
+
+@pytest.mark.gpu
+def test_a_loan_of_a_gpu_is_read_in_another_process(tmp_path):
+    loan = Loan("cuda:0")
+    for step in (0, 1):
+        named = {n: t.cuda() for n, t in weights(step).items()}
+        version = PolicyVersion("run", step, loan.fill(named).digest)
+        directory = lend_weights(tmp_path / f"push-{step}", loan, version, SHAPE, [1])
+        read = subprocess.run([sys.executable, "-c", READER, str(directory)], capture_output=True, text=True)
+        if read.returncode and "CUDA IPC cannot open" in read.stderr:
+            pytest.skip("CUDA IPC is not allowed here")
+        assert read.returncode == 0, read.stderr
+        assert read.stdout.strip() == str(words_digests((n, named[n].cpu()) for n in sorted(named)))
+    assert loan.describe()["gpu"] == gpu_uuid(torch.device("cuda:0"))
