@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, reduce_from_ranks, shared_memory, tree_sum
+from rl_comm import (
+    TreeCommunicator,
+    board,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    shared_memory,
+    tree_sum,
+)
+from rl_comm.mover import Call, GlooMover
 from rl_contract import Communicator, ContractError, MissingSupport, launches, reset_launches
 
 TRANSPORT = "shared_memory"
@@ -155,7 +164,7 @@ def check_refusals(rank, world):
             call()
     meta = torch.ones(world, device="meta")
     for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
-        with pytest.raises(MissingSupport, match="on meta, supported: cpu"):
+        with pytest.raises(MissingSupport, match=r"on meta, supported: \('cpu', 'cuda'\)"):
             call(meta)
     # the group is still in step
     assert float(comm.all_reduce(torch.ones(1))) == world
@@ -179,7 +188,7 @@ def check_groups(rank, world):
         with pytest.raises(ContractError, match=message):
             call()
     for call in (alone.all_reduce, alone.reduce_scatter, alone.all_gather, alone.broadcast):
-        with pytest.raises(MissingSupport, match="on meta, supported: cpu"):
+        with pytest.raises(MissingSupport, match=r"on meta, supported: \('cpu', 'cuda'\)"):
             call(x.to("meta"))
     if world == 4:
         three = dist.new_group([0, 1, 2])
@@ -200,9 +209,15 @@ def check_compiled(rank, world):
 
 
 def check_choice(rank, world):
-    assert TreeCommunicator().transport == "shared_memory"
-    with pytest.raises(ContractError, match="transport='nccl'"):
+    default = TreeCommunicator(identity="one profile")
+    assert (default.transport, default.device_transport) == ("shared_memory", "staged-shared_memory")
+    with pytest.raises(MissingSupport, match="transport='nccl' got a group with backend 'cpu:gloo,cuda:gloo'"):
         TreeCommunicator(transport="nccl")
+    with pytest.raises(ContractError, match="transport='mpi'"):
+        TreeCommunicator(transport="mpi")
+    # a rank of another profile is named on every rank
+    with pytest.raises(ContractError, match=f"rank 0 for 'profile a', rank {world - 1} for 'profile b'"):
+        TreeCommunicator(identity="profile b" if rank == world - 1 else "profile a")
     assert not [f for f in os.listdir("/dev/shm") if f.startswith("rl-comm-")] or rank
     # a rank that cannot map the memory decides for all
     real = shared_memory._open
@@ -220,6 +235,27 @@ def check_many_small_calls(rank, world):
         if i % world == rank:
             time.sleep(0.0005)
         assert float(comm.all_reduce(torch.full((3,), float(rank + i)))[1]) == sum(range(world)) + world * i
+
+
+def check_board(rank, world):
+    """What guards a GPU call: ranks that say the same go on, one that differs stops all, nobody is left behind."""
+    gloo = GlooMover(dist.group.WORLD, rank, world)
+    held = board.make(gloo, 60.0)
+    assert isinstance(held, board.Board)
+    for i in range(300):
+        if i % world == rank and i % 50 == 0:
+            time.sleep(0.002)
+        held.agree(Call("all_reduce", torch.float32, torch.bfloat16, 0, (i, 5), "cuda"))
+    for odd in (0, world - 1):
+        shape = (4, 5) if rank == odd else (3, 5)
+        with pytest.raises(ContractError, match=r"ranks make different calls: rank 0 .*5\), .*cuda"):
+            held.agree(Call("all_gather", torch.float32, torch.float32, 0, shape, "cuda"))
+    held.agree(Call("barrier", torch.uint8, torch.uint8, 0, ()))
+    seen = board.Signatures(gloo)
+    for _ in range(3):
+        seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda"))
+    with pytest.raises(ContractError, match="ranks make different calls"):
+        seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (rank, 9), "cuda"))
 
 
 def check_ended_peer(rank, world):
@@ -241,7 +277,7 @@ def check_absent_peer(rank, world):
 
 
 CHECKS = [check_reductions, check_r38_size_never_decides, check_movement, check_refusals, check_many_small_calls]
-ONCE = [check_backward, check_groups, check_choice]
+ONCE = [check_backward, check_groups, check_choice, check_board]
 
 
 def run_rank(rank, world, folder):
@@ -286,7 +322,7 @@ def test_a_group_of_another_backend_is_refused():
     pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
-        with pytest.raises(MissingSupport, match="supported: gloo"):
+        with pytest.raises(MissingSupport, match="supported: gloo, nccl"):
             TreeCommunicator()
     finally:
         dist.destroy_process_group()

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_comm.mover import DTYPES, MAX_DIMS, Call, GlooMover, as_bytes
-from rl_comm.shared_memory import SharedMemoryMover, connect
+from rl_comm import board
+from rl_comm.device import NcclMover, StagedMover
+from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call, GlooMover, Mover, as_bytes
+from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.communicator import dim_problem, sum_problem
 
-TRANSPORTS = ("auto", "gloo", "shared_memory")
+TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
+# size of the fp32 partial from which on two steps are taken, by device
+TWO_SHOT_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
+_IDENTITY_BYTES = 1024
 
 _live: "weakref.WeakValueDictionary[int, TreeCommunicator]" = weakref.WeakValueDictionary()
 _handles = itertools.count()
@@ -27,20 +32,31 @@ class TreeCommunicator:
     and rounded once in both, so the choice moves time, never bits.
 
     Args:
-        group: a gloo process group; ``None`` is the default group.
-        transport: ``auto`` takes shared memory where all ranks are processes of one host, else gloo;
-            ``shared_memory`` and ``gloo`` insist. Chosen here, once, for every call.
-        two_shot_bytes: size of the fp32 partial from which on two steps are taken.
-        timeout_s: how long a rank waits for a peer over shared memory; gloo has the process group's own timeout.
+        group: a process group; ``None`` is the default group. Its gloo part serves CPU tensors, its NCCL part those on
+            GPUs. A group without NCCL serves GPU tensors through the host, which ranks that share a GPU need.
+        transport: of CPU tensors: ``auto`` takes shared memory where all ranks are processes of one host, else gloo;
+            ``shared_memory`` and ``gloo`` insist. ``nccl`` is ``auto`` that insists on NCCL for GPU tensors. Chosen
+            here, once, for every call.
+        two_shot_bytes: size of the fp32 partial from which on two steps are taken; by device where None.
+        timeout_s: how long a rank waits for a peer over shared memory; gloo and NCCL have the group's own timeout.
+        host_group: a gloo group of the same ranks, where ``group`` has no gloo part; made here where None.
+        identity: what all ranks must agree on, e.g. a profile's fingerprint.
 
     Raises:
-        MissingSupport: torch.distributed is not initialised, the group's backend is not gloo, or shared memory was
-            asked for and some rank cannot reach it.
-        ContractError: a world size other than 1, 2, 4, 8, or a process outside the group.
+        MissingSupport: torch.distributed is not initialised, the group has neither gloo nor NCCL, or a transport was
+            asked for that some rank cannot reach.
+        ContractError: a world size other than 1, 2, 4, 8, a process outside the group, ranks of different ``identity``.
     """
 
     def __init__(
-        self, group: Any = None, *, transport: str = "auto", two_shot_bytes: int = 1 << 20, timeout_s: float = 1800.0
+        self,
+        group: Any = None,
+        *,
+        transport: str = "auto",
+        two_shot_bytes: int | None = None,
+        timeout_s: float = 1800.0,
+        host_group: Any = None,
+        identity: str = "",
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise MissingSupport(
@@ -50,40 +66,64 @@ class TreeCommunicator:
         group = dist.group.WORLD if group is None else group
         if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
             raise ContractError("this process is not in the group; build a TreeCommunicator on its members only")
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        if self.world_size not in WORLD_SIZES:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if world_size not in WORLD_SIZES:
             raise ContractError(
-                f"TreeCommunicator got a world of {self.world_size}, supported: {WORLD_SIZES}; "
+                f"TreeCommunicator got a world of {world_size}, supported: {WORLD_SIZES}; "
                 "choose a power of two up to 8, so that shards are whole sub-trees"
             )
-        # a group of several devices, e.g. "cpu:gloo,cuda:nccl", serves the CPU by its gloo part
+        if transport not in TRANSPORTS:
+            raise ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
+        # a group of several devices, e.g. "cpu:gloo,cuda:nccl", serves each by its part
         backends = str(dist.get_backend_config(group))
-        if "gloo" not in backends:
+        if "gloo" not in backends and "nccl" not in backends:
             raise MissingSupport(
-                f"TreeCommunicator got a group with backend {backends!r}, supported: gloo; "
-                "make one with torch.distributed.new_group(backend='gloo')"
+                f"TreeCommunicator got a group with backend {backends!r}, supported: gloo, nccl; "
+                "make one with torch.distributed.new_group(backend='cpu:gloo,cuda:nccl')"
             )
+        if transport == "nccl" and "nccl" not in backends:
+            raise MissingSupport(
+                f"transport='nccl' got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
+            )
+        host = group
+        if "gloo" not in backends:
+            host = host_group or dist.new_group(
+                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+            )
+        gloo = GlooMover(host, dist.get_rank(host), world_size)
+        if world_size > 1:
+            _check_identity(gloo, identity)
+        on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
+        on_gpu: Mover = StagedMover(on_cpu)
+        if "nccl" in backends and world_size > 1:
+            on_gpu = NcclMover(group, rank, world_size, board.make(gloo, timeout_s))
+        self._assemble(rank, world_size, {"cpu": on_cpu, "cuda": on_gpu}, two_shot_bytes)
+
+    @classmethod
+    def over(
+        cls, movers: dict[str, Mover], rank: int, world_size: int, two_shot_bytes: int | None = None
+    ) -> "TreeCommunicator":
+        """A communicator over movers of your own, by device type: simulated ranks, another transport."""
+        made = cls.__new__(cls)
+        made._assemble(rank, world_size, movers, two_shot_bytes)
+        return made
+
+    def _assemble(self, rank: int, world_size: int, movers: dict[str, Mover], two_shot_bytes: int | None) -> None:
+        self.rank, self.world_size = rank, world_size
         self.two_shot_bytes = two_shot_bytes
-        self._mover = self._connect(group, transport, timeout_s)
+        self._movers = movers
         self._handle = next(_handles)
         _live[self._handle] = self
 
-    def _connect(self, group: Any, transport: str, timeout_s: float) -> GlooMover | SharedMemoryMover:
-        if transport not in TRANSPORTS:
-            raise ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
-        gloo = GlooMover(group, self.rank, self.world_size)
-        shared = connect(gloo, timeout_s) if transport != "gloo" and self.world_size > 1 else None
-        if transport == "shared_memory" and shared is None and self.world_size > 1:
-            raise MissingSupport(
-                "transport='shared_memory' needs Linux, all ranks on one host and room in /dev/shm; use 'auto'"
-            )
-        return shared or gloo
-
     @property
     def transport(self) -> str:
-        """``gloo`` or ``shared_memory``: what moves the bytes."""
-        return self._mover.name
+        """``gloo`` or ``shared_memory``: what moves the bytes of CPU tensors."""
+        return self._movers["cpu"].name
+
+    @property
+    def device_transport(self) -> str:
+        """``nccl``, or ``staged-`` and the host's transport: what moves the bytes of GPU tensors."""
+        return self._movers["cuda"].name
 
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tree sum of fp32 ``partial``, rounded once to ``out_dtype`` (default fp32); same bits on every rank.
@@ -91,9 +131,9 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, when a partial is not fp32, when ``out_dtype`` is not a floating type of a
                 model, or when the ranks' shapes or dtypes differ.
-            MissingSupport: a tensor that is not on the CPU.
+            MissingSupport: a tensor that is neither on the CPU nor on a GPU.
         """
-        if self.world_size == 1 or partial.device.type != "cpu":
+        if self.world_size == 1 or partial.device.type not in DEVICES:
             call = self._call("all_reduce", partial, out_dtype)
             problem = _unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
             self._refuse(call, problem)
@@ -108,7 +148,7 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, as ``all_reduce``, and when ``dim`` is not divisible by the world size.
         """
-        if self.world_size == 1 or partial.device.type != "cpu":
+        if self.world_size == 1 or partial.device.type not in DEVICES:
             call = self._call("reduce_scatter", partial, out_dtype, dim)
             problem = (
                 _unmovable(call, partial)
@@ -125,7 +165,7 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, when shapes or dtypes differ.
         """
-        if self.world_size == 1 or x.device.type != "cpu":
+        if self.world_size == 1 or x.device.type not in DEVICES:
             call = self._call("all_gather", x, arg=dim)
             self._refuse(call, _unmovable(call, x) or dim_problem(x, dim))
             return x
@@ -140,45 +180,54 @@ class TreeCommunicator:
         self._refuse(call, problem)
         if self.world_size == 1:
             return x
-        out = self._mover.broadcast(call, as_bytes(x), source)
-        self._record("broadcast", "bytes")
+        out = self._mover(x).broadcast(call, as_bytes(x), source)
+        self._record("broadcast", "bytes", x)
         return out.view(x.dtype).reshape(x.shape)
 
     def barrier(self) -> None:
         """Return once every rank has come here."""
         if self.world_size > 1:
             nothing = torch.empty(0, dtype=torch.uint8)
-            self._mover.gather(self._call("barrier", nothing), nothing)
+            self._mover(nothing).gather(self._call("barrier", nothing), nothing)
 
     def _call(self, op: str, x: torch.Tensor, out_dtype: torch.dtype | None = None, arg: int = 0) -> Call:
         return Call(op, x.dtype, out_dtype or x.dtype, arg, tuple(x.shape), x.device.type)
 
-    def _record(self, op: str, form: str) -> None:
-        record_launch(
-            Launch("collective", f"rl_comm.{self._mover.name}.{op}", plan=form, layout=f"world{self.world_size}")
-        )
+    def _mover(self, x: torch.Tensor) -> Mover:
+        return self._movers.get(x.device.type) or self._movers["cpu"]
+
+    def _record(self, op: str, form: str, x: torch.Tensor) -> None:
+        phase = "capture" if x.is_cuda and torch.cuda.is_current_stream_capturing() else "eager"
+        kernel = f"rl_comm.{self._mover(x).name}.{op}"
+        record_launch(Launch("collective", kernel, plan=form, layout=f"world{self.world_size}", phase=phase))
 
     def _refuse(self, call: Call, problem: Exception | None) -> None:
         """Raise ``problem`` after the peers have seen this rank's header, so that none waits for its payload."""
         if problem is not None:
             if self.world_size > 1:
-                self._mover.gather(call, torch.empty(0, dtype=torch.uint8))
+                mover = self._movers.get(call.device) or self._movers["cpu"]
+                mover.gather(call, torch.empty(0, dtype=torch.uint8))
             raise problem
 
     def _all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("all_reduce", partial, out_dtype)
         self._refuse(call, _unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype))
-        if partial.numel() * 4 < self.two_shot_bytes:
+        limit = TWO_SHOT_BYTES[partial.device.type] if self.two_shot_bytes is None else self.two_shot_bytes
+        if partial.numel() * 4 < limit:
             out = tree_sum(self._gather(call, partial), out_dtype)
-            self._record("all_reduce", "one-shot")
+            self._record("all_reduce", "one-shot", partial)
             return out
         flat = partial.reshape(-1)
         width = -(-flat.numel() // self.world_size)
-        padded = torch.nn.functional.pad(flat, (0, width * self.world_size - flat.numel()))
-        mine = self._sum_slices(call, padded.view(self.world_size, width), out_dtype)
-        out = self._gather(self._call("all_gather", mine), mine).reshape(-1)[: flat.numel()]
-        self._record("all_reduce", "two-shot")
-        return out.reshape(partial.shape).clone()
+        if flat.numel() % self.world_size:
+            flat = torch.nn.functional.pad(flat, (0, width * self.world_size - flat.numel()))
+        mine = self._sum_slices(call, flat.view(self.world_size, width), out_dtype)
+        out = self._gather(self._call("all_gather", mine), mine).reshape(-1)
+        self._record("all_reduce", "two-shot", partial)
+        if partial.numel() < out.numel():
+            # an output is its own tensor, never a view of a longer one
+            out = out[: partial.numel()].clone()
+        return out.view(partial.shape)
 
     def _reduce_scatter(self, partial: torch.Tensor, dim: int, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("reduce_scatter", partial, out_dtype, dim)
@@ -191,37 +240,67 @@ class TreeCommunicator:
                 f"{self.world_size}; pad it"
             )
         self._refuse(call, problem)
-        slices = torch.stack(partial.chunk(self.world_size, dim))
+        slices = (
+            torch.stack(partial.chunk(self.world_size, dim))
+            if dim not in (0, -partial.dim())
+            else (partial.reshape(self.world_size, partial.shape[0] // self.world_size, *partial.shape[1:]))
+        )
         out = self._sum_slices(call, slices.view(self.world_size, -1), out_dtype)
-        self._record("reduce_scatter", "two-shot")
+        self._record("reduce_scatter", "two-shot", partial)
         return out.view(slices.shape[1:])
 
     def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         call = self._call("all_gather", x, arg=dim)
         self._refuse(call, _unmovable(call, x) or dim_problem(x, dim))
         parts = self._gather(call, x)
-        self._record("all_gather", "bytes")
+        self._record("all_gather", "bytes", x)
+        if dim in (0, -x.dim()):
+            return parts.reshape(self.world_size * x.shape[0], *x.shape[1:])
         return torch.cat(list(parts), dim=dim)
 
     def _gather(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """[world_size, *x.shape]"""
-        rows = self._mover.gather(call, as_bytes(x))
+        rows = self._mover(x).gather(call, as_bytes(x))
         return rows.contiguous().view(x.dtype).reshape(self.world_size, *x.shape)
 
     def _sum_slices(self, call: Call, slices: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""
-        rows = self._mover.scatter(call, slices.contiguous().view(torch.uint8))
+        rows = self._mover(slices).scatter(call, slices.contiguous().view(torch.uint8))
         return tree_sum(rows.view(torch.float32), out_dtype)
 
 
 def _unmovable(call: Call, x: torch.Tensor) -> Exception | None:
     if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
         return ContractError(f"{call.op} got {x.dtype} in {x.dim()} dimensions, supported: {DTYPES}, up to {MAX_DIMS}")
-    if call.device != "cpu":
-        return MissingSupport(
-            f"{call.op} over ranks of a CPU group got a tensor on {call.device}, supported: cpu; move it to the CPU"
-        )
+    if call.device not in DEVICES:
+        return MissingSupport(f"{call.op} got a tensor on {call.device}, supported: {DEVICES}; move it to one of these")
     return None
+
+
+def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
+    if transport == "gloo" or gloo.world_size == 1:
+        return gloo
+    shared = connect(gloo, timeout_s)
+    if transport == "shared_memory" and shared is None:
+        raise MissingSupport(
+            "transport='shared_memory' needs Linux, all ranks on one host and room in /dev/shm; use 'auto'"
+        )
+    return shared or gloo
+
+
+def _check_identity(gloo: GlooMover, identity: str) -> None:
+    """Every rank learns of a rank that was built for something else, before anything is moved."""
+    mine = identity.encode()[:_IDENTITY_BYTES]
+    padded = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else 0
+    call = Call("all_gather", padded.dtype, padded.dtype, 0, tuple(padded.shape))
+    rows = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gloo.gather(call, padded).tolist()]
+    other = next((r for r, found in enumerate(rows) if found != rows[0]), None)
+    if other is not None:
+        raise ContractError(
+            f"ranks were built for different things: rank 0 for {rows[0]!r}, rank {other} for {rows[other]!r}; "
+            "start every rank with one profile and one model"
+        )
 
 
 def _communicator(handle: int) -> TreeCommunicator:

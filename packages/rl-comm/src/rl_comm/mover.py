@@ -6,6 +6,7 @@ a small payload costs one exchange.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ MAX_DIMS = 8
 _HEADER_WORDS = 16
 HEADER_BYTES = _HEADER_WORDS * 8
 BLOCK_BYTES = 16384
+DEVICES = ("cpu", "cuda")
 _UNKNOWN = -1
 
 
@@ -49,7 +51,7 @@ class Call:
             _code(self.dtype),
             _code(self.out_dtype),
             self.arg,
-            int(self.device != "cpu"),
+            DEVICES.index(self.device) if self.device in DEVICES else _UNKNOWN,
             len(self.shape),
         ]
         body = [*head, *self.shape[:MAX_DIMS]]
@@ -57,9 +59,9 @@ class Call:
 
     @staticmethod
     def of(words: list[int]) -> str:
-        op, dtype, out_dtype, arg, off_cpu, dims = words[:6]
+        op, dtype, out_dtype, arg, device, dims = words[:6]
         shape = tuple(words[6 : 6 + dims]) if dims <= MAX_DIMS else f"{dims} dimensions"
-        place = ", not on the CPU" if off_cpu else ""
+        place = "" if device == 0 else f", on {DEVICES[device] if device > 0 else 'an unsupported device'}"
         return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place})"
 
 
@@ -74,6 +76,18 @@ def _name(code: int) -> str:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The bytes of ``x``, uint8 of one dimension; no copy where ``x`` is contiguous."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Mover(Protocol):
+    """What moves bytes between ranks; payloads and results lie on the mover's own kind of device."""
+
+    name: str
+
+    def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor: ...
+
+    def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor: ...
+
+    def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor: ...
 
 
 class GlooMover:
@@ -97,7 +111,7 @@ class GlooMover:
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""
-        self._agree(call, payload[0, :0])
+        self.agree(call)
         received = torch.empty_like(payload)
         dist.all_to_all_single(received, payload, group=self.group)
         return received
@@ -112,6 +126,14 @@ class GlooMover:
         dist.broadcast(out, group=self.group, group_src=source)
         return out
 
+    def agree(self, call: Call) -> None:
+        """Return once every rank is seen to make this call.
+
+        Raises:
+            ContractError: on every rank, when the calls differ.
+        """
+        self._agree(call, torch.empty(0, dtype=torch.uint8))
+
     def _agree(self, call: Call, head: torch.Tensor) -> torch.Tensor:
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
         block[:HEADER_BYTES] = torch.tensor(call.words(), dtype=torch.int64).view(torch.uint8)
@@ -125,10 +147,15 @@ class GlooMover:
 def check_headers(headers: torch.Tensor) -> None:
     """headers uint8 [world_size, HEADER_BYTES]: refuse, naming the first rank whose call differs from rank 0's."""
     words = headers.contiguous().view(torch.int64)
-    if bool((words == words[0]).all()):
+    if not bool((words == words[0]).all()):
+        check_calls(words.tolist())
+
+
+def check_calls(calls: list[list[int]]) -> None:
+    """As ``check_headers``, from the words of each rank's call."""
+    other = next((r for r, call in enumerate(calls) if call != calls[0]), None)
+    if other is None:
         return
-    calls = words.tolist()
-    other = next(r for r, call in enumerate(calls) if call != calls[0])
     raise ContractError(
         f"ranks make different calls: rank 0 has {Call.of(calls[0])}, rank {other} has {Call.of(calls[other])}; "
         "every rank of a group must make the same call with one shape and dtype"

@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -38,32 +39,63 @@ def _libc() -> ctypes.CDLL | None:
         return None
 
 
-def connect(gloo: GlooMover, timeout_s: float) -> "SharedMemoryMover | None":
-    """A mover over shared memory if every rank can reach it, else None; the same answer on every rank."""
-    world = gloo.world_size
-    size = world * world * _SEMAPHORE_BYTES + 2 * world * SLOT_BYTES
-    path, memory, libc = "", None, _libc()
-    if gloo.rank == 0 and libc is not None:
+@dataclass(frozen=True)
+class Shared:
+    """One mapping that every rank of a group sees, whose name is gone; ``pids`` where they mean the same to all."""
+
+    memory: mmap.mmap
+    pids: list[int] | None
+
+
+def share(gloo: GlooMover, size: int) -> Shared | None:
+    """``size`` zero bytes that all ranks share, or None if one can't reach them; the same answer on every rank."""
+    path, memory = "", None
+    if gloo.rank == 0:
         path = _create(size)
     encoded = torch.zeros(_PATH_BYTES, dtype=torch.uint8)
     encoded[: len(path.encode())] = torch.frombuffer(bytearray(path.encode()), dtype=torch.uint8) if path else 0
     path = bytes(gloo.broadcast(_call("path"), encoded, 0).tolist()).rstrip(b"\0").decode()
-    if path and libc is not None:
+    if path:
         memory = _open(path, size)
     # a world that spans hosts, or containers with their own shared memory, sees a rank without it
     mine = torch.tensor([os.getpid() if memory is not None else 0, _pid_namespace()])
     pids, namespaces = gloo.gather(_call("pid"), mine.view(torch.uint8)).contiguous().view(torch.int64).T.tolist()
     if gloo.rank == 0 and path:
         os.unlink(path)
-    if memory is None or libc is None or 0 in pids:
+    if memory is None or 0 in pids:
         return None
-    mover = SharedMemoryMover(gloo, memory, libc, pids if len(set(namespaces)) == 1 else None, timeout_s)
+    return Shared(memory, pids if len(set(namespaces)) == 1 else None)
+
+
+def connect(gloo: GlooMover, timeout_s: float) -> "SharedMemoryMover | None":
+    """A mover over shared memory if every rank can reach it, else None; the same answer on every rank."""
+    world = gloo.world_size
+    libc = _libc()
+    # a rank without semaphores must be known to all, so it asks for nothing that could be shared
+    able = gloo.gather(_call("able"), torch.tensor([libc is not None]).view(torch.uint8))
+    if libc is None or not bool(able.all()):
+        return None
+    shared = share(gloo, world * world * _SEMAPHORE_BYTES + 2 * world * SLOT_BYTES)
+    if shared is None:
+        return None
+    mover = SharedMemoryMover(gloo, shared.memory, libc, shared.pids, timeout_s)
     gloo.gather(_call("ready"), torch.zeros(0, dtype=torch.uint8))
     return mover
 
 
+def look(peer: int, pids: list[int] | None, give_up: float, timeout_s: float) -> None:
+    """Raise if ``peer`` has ended or the time to wait for it is over."""
+    if pids is not None and _has_ended(pids[peer]):
+        raise RuntimeError(f"rank {peer} (process {pids[peer]}) has ended; restart the group")
+    if time.monotonic() > give_up:
+        raise RuntimeError(
+            f"rank {peer} did not make this call within {timeout_s:g} s; "
+            "every rank must make every call; look at what it does instead"
+        )
+
+
 def _call(step: str) -> Call:
-    return Call("barrier", torch.uint8, torch.uint8, ("path", "pid", "ready").index(step), ())
+    return Call("barrier", torch.uint8, torch.uint8, ("path", "pid", "ready", "able").index(step), ())
 
 
 def _pid_namespace() -> int:
@@ -206,13 +238,4 @@ class SharedMemoryMover:
             if code not in (errno.ETIMEDOUT, errno.EINTR):
                 raise RuntimeError(f"waiting for rank {peer}: {os.strerror(code)}")
             if code == errno.ETIMEDOUT:
-                self._look(peer, give_up)
-
-    def _look(self, peer: int, give_up: float) -> None:
-        if self._pids is not None and _has_ended(self._pids[peer]):
-            raise RuntimeError(f"rank {peer} (process {self._pids[peer]}) has ended; restart the group")
-        if time.monotonic() > give_up:
-            raise RuntimeError(
-                f"rank {peer} did not make this call within {self._timeout_s:g} s; "
-                "every rank must make every call; look at what it does instead"
-            )
+                look(peer, self._pids, give_up, self._timeout_s)

@@ -1,0 +1,71 @@
+"""Movers of tensors on a GPU. As in ``mover``, nothing here adds."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_comm.board import Board, Signatures
+from rl_comm.mover import Call, Mover
+
+
+class NcclMover:
+    """NCCL (RCCL) as a mover of bytes, on the current stream, so inside a graph capture too.
+
+    ``agreement`` compares the ranks' calls on the host first; nothing waits for the device.
+    """
+
+    name = "nccl"
+
+    def __init__(self, group: Any, rank: int, world_size: int, agreement: Board | Signatures) -> None:
+        self.group, self.rank, self.world_size = group, rank, world_size
+        self._agreement = agreement
+        # connections are made at the first use of each form, which must not be inside a graph capture
+        if torch.cuda.is_available():
+            probe = torch.zeros(world_size, 16, dtype=torch.uint8, device=torch.cuda.current_device())
+            self._gather(probe[0])
+            dist.all_to_all_single(torch.empty_like(probe), probe, group=group)
+
+    def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
+        self._agreement.agree(call)
+        return self._gather(payload)
+
+    def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""
+        self._agreement.agree(call)
+        received = torch.empty_like(payload)
+        if payload.numel():
+            dist.all_to_all_single(received, payload, group=self.group)
+        return received
+
+    def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor:
+        """The source rank's ``payload``."""
+        self._agreement.agree(call)
+        out = payload.clone()
+        if out.numel():
+            dist.broadcast(out, group=self.group, group_src=source)
+        return out
+
+    def _gather(self, payload: torch.Tensor) -> torch.Tensor:
+        out = payload.new_empty(self.world_size, payload.numel())
+        if payload.numel():
+            dist.all_gather_into_tensor(out, payload, group=self.group)
+        return out
+
+
+class StagedMover:
+    """A GPU's bytes through the host's mover, for ranks that share a GPU. Waits for the device."""
+
+    def __init__(self, host: Mover) -> None:
+        self._host = host
+        self.name = f"staged-{host.name}"
+
+    def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        return self._host.gather(call, payload.cpu()).to(payload.device)
+
+    def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        return self._host.scatter(call, payload.cpu()).to(payload.device)
+
+    def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor:
+        return self._host.broadcast(call, payload.cpu(), source).to(payload.device)

@@ -1,0 +1,126 @@
+"""The forms of a GPU's reductions among simulated ranks of one device: neither size nor form shows in the bits."""
+
+import pytest
+import torch
+
+from rl_comm import TreeCommunicator, tree_sum
+from rl_contract import launches, reset_launches
+from rl_contract.testing import ThreadRank, on_ranks
+
+gpu = pytest.param("cuda", marks=pytest.mark.gpu)
+SIZES = (1, 7, 4095, 4096, 4097, 1_000_003)
+
+
+class ThreadMover:
+    """What NCCL moves, moved by reference among threads."""
+
+    name = "threads"
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def gather(self, call, payload):
+        return torch.stack(self._rank.everyone(payload))
+
+    def scatter(self, call, payload):
+        return torch.stack([rows[self._rank.rank] for rows in self._rank.everyone(payload)])
+
+    def broadcast(self, call, payload, source):
+        return self._rank.everyone(payload)[source].clone()
+
+
+def communicator(rank: ThreadRank, two_shot_bytes: int) -> TreeCommunicator:
+    mover = ThreadMover(rank)
+    return TreeCommunicator.over({"cpu": mover, "cuda": mover}, rank.rank, rank.world_size, two_shot_bytes)
+
+
+def reduced(x, limit, out_dtype):
+    return on_ranks(len(x), lambda r: communicator(r, limit).all_reduce(x[r.rank], out_dtype=out_dtype))
+
+
+def scattered(x, dim):
+    return on_ranks(len(x), lambda r: communicator(r, 0).reduce_scatter(x[r.rank], dim=dim, out_dtype=torch.bfloat16))
+
+
+def gathered(x, dim):
+    return on_ranks(len(x), lambda r: communicator(r, 0).all_gather(x[r.rank], dim=dim))
+
+
+def partials(world, shape, seed, device):
+    """Half of the ranks hold nearly what the other half takes away, so that any other order shows."""
+    g = torch.Generator().manual_seed(seed)
+    half = [torch.randn(shape, generator=g) * 1e3 for _ in range(world // 2)]
+    return torch.stack(half + [torch.randn(shape, generator=g) - x for x in half]).to(device)
+
+
+def by_steps(parts):
+    level = [p.cpu() for p in parts]
+    while len(level) > 1:
+        level = [a + b for a, b in zip(level[::2], level[1::2])]
+    return level[0]
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_form_and_size_never_show(world, device):
+    reset_launches()
+    for n in SIZES:
+        x = partials(world, (n,), n, device)
+        want = by_steps(x)
+        for out_dtype in (torch.float32, torch.bfloat16):
+            for limit in (0, 1 << 40):
+                got = reduced(x, limit, out_dtype)
+                assert all(same_bits(y, want.to(out_dtype)) for y in got), (n, out_dtype, limit)
+    plans = {row["plan"] for row in launches() if row["kernel"] == "rl_comm.threads.all_reduce"}
+    assert plans == {"one-shot", "two-shot"}
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
+@pytest.mark.parametrize("world", [2, 8])
+def test_scatter_and_gather_along_any_dimension(world, device):
+    for dim, shape in ((0, (2 * world, 130)), (1, (5, 3 * world)), (-1, (3, 2, world)), (-3, (world, 2, 3))):
+        x = partials(world, shape, 3, device)
+        want = by_steps(x).bfloat16().chunk(world, dim)
+        got = scattered(x, dim)
+        assert all(same_bits(a, b.contiguous()) for a, b in zip(got, want))
+        joined = gathered(x, dim)
+        assert all(same_bits(y, torch.cat(list(x), dim).cpu()) for y in joined)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_kernel_is_the_tree(world):
+    from rl_comm.triton_tree import tree_sum as kernel
+
+    for n in (*SIZES, 1664 * 5120):
+        x = partials(max(2, world), (n,), n, "cuda")[:world].contiguous()
+        tiny = x * 2.0**-140  # subnormal sums are kept
+        for parts in (x, tiny):
+            for out_dtype in (torch.float32, torch.bfloat16):
+                got = kernel(parts, out_dtype)
+                assert same_bits(got, by_steps(parts).to(out_dtype)), (n, out_dtype)
+                assert same_bits(got, tree_sum(list(parts), out_dtype).cpu())
+
+
+@pytest.mark.gpu
+def test_a_misordered_sum_is_noticed():
+    x = partials(8, (1_000_003,), 1, "cuda")
+    chain = x[0]
+    for part in x[1:]:
+        chain = chain + part
+    assert not torch.equal(chain, tree_sum(x))
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    x = partials(2, (4097, 33), 5, "cuda")
+    tree_sum(x, torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tree_sum(x, torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
