@@ -5,13 +5,16 @@ values in the same order as on one rank. Backward: queries, dO, lse and delta ar
 queries onto its own keys in ascending order.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rl_attn.attention import attention_packed
 from rl_attn.checks import check_call, require_cu_seqlens, require_indices, whole_number
+from rl_attn.metadata import to_device
 from rl_attn.ops import packed
 from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
 from rl_contract import Communicator, ContractError
@@ -103,6 +106,39 @@ def _merge_order(cu_seqlens: torch.Tensor, world: int, layout: str) -> torch.Ten
     return torch.cat([cp_rows(cu_seqlens, r, world, layout) for r in range(world)]).argsort()
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """How one batch is cut over the ranks, on the device of its tensors.
+
+    Attributes:
+        cu, cu_local: int64 [sequences + 1], starts in the whole batch and in a rank's rows.
+        positions: int64 [T / world], of this rank's rows. order: int64 [T], see ``_merge_order``.
+    """
+
+    cu: torch.Tensor
+    cu_local: torch.Tensor
+    positions: torch.Tensor
+    order: torch.Tensor
+
+
+# by cu_seqlens; a training step hands the same tensor to every layer
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _cut(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str, device: torch.device) -> _Cut:
+    """Checked and laid out once per tensor: cutting costs host time, and a look at a GPU's value stops the stream."""
+    key = (cu_seqlens._version, rank, world, layout, device)
+    known = _seen.get(cu_seqlens)
+    if known is not None and known[0] == key:
+        cut: _Cut = known[1]
+        return cut
+    held = cu_seqlens.cpu().long()
+    values = (held, held // world, cp_positions(held, rank, world, layout), _merge_order(held, world, layout))
+    cut = _Cut(*(to_device(x, device) for x in values))
+    _seen[cu_seqlens] = (key, cut)
+    return cut
+
+
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -171,16 +207,17 @@ def context_parallel_attention(
         ContractError: as ``attention_packed``, and lengths or row counts that the layout does not fit.
     """
     rank, world = (0, 1) if comm is None else (comm.rank, comm.world_size)
-    positions = cp_positions(cu_seqlens, rank, world, layout)
+    require_indices("context parallel", cu_seqlens=cu_seqlens)
+    cut = _cut(cu_seqlens, rank, world, layout, q.device)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _require_rows(f"context_parallel_attention, {name},", x, positions.numel())
+        _require_rows(f"context_parallel_attention, {name},", x, cut.positions.numel())
     if comm is None or world == 1:
         return attention_packed(
             q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, scale=scale, key_tile=key_tile, segment=segment,
             return_lse=return_lse, **variants,
         )  # fmt: skip
     check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
-    order = _merge_order(cu_seqlens, world, layout).to(q.device)
-    cu, positions = cu_seqlens.to(q.device, torch.int64), positions.to(q.device)
-    out, lse = _ContextParallel.apply(q, k, v, cu, cu // world, positions, order, comm, float(scale), key_tile, segment)
+    out, lse = _ContextParallel.apply(
+        q, k, v, cut.cu, cut.cu_local, cut.positions, cut.order, comm, float(scale), key_tile, segment
+    )  # fmt: skip
     return (out, lse) if return_lse else out

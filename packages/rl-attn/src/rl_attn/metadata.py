@@ -1,6 +1,7 @@
 """What a packed call says about its sequences, checked.
 
-On a GPU this is done once per tensor, since each look at a value stops the stream.
+On a GPU this is done once per tensor, since each look at a value stops the stream; tensors that come from the host are
+looked at there and stop nothing.
 """
 
 import torch
@@ -43,6 +44,13 @@ def checked_positions(
     return positions.long()
 
 
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``x`` on ``device``; from the host without waiting."""
+    if x.device.type != "cpu" or device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def on_device(
     where: str,
     q: torch.Tensor,
@@ -63,16 +71,19 @@ def on_device(
         return known[1]
     require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    cu_q, cu_k = (x.to(q.device, torch.int64) for x in (cu_seqlens_q, cu_seqlens_k))
-    explicit = None if positions is None else positions.to(q.device)
-    found = (cu_q, cu_k, checked_positions(where, cu_q, cu_k, explicit))
+    devices = {x.device for x in given if x is not None}
+    place = devices.pop() if len(devices) == 1 else q.device
+    cu_q, cu_k = (x.to(place, torch.int64) for x in (cu_seqlens_q, cu_seqlens_k))
+    explicit = None if positions is None else positions.to(place)
+    rows = checked_positions(where, cu_q, cu_k, explicit)
     if explicit is not None:
-        row = _first_fall(found[2], cu_q)
+        row = _first_fall(rows, cu_q)
         if row is not None:
             raise ContractError(
-                f"{where} got position {int(found[2][row])} in row {row}, below the row before it; supported on a GPU: "
+                f"{where} got position {int(rows[row])} in row {row}, below the row before it; supported on a GPU: "
                 "ascending positions inside a sequence, sort the rows of each sequence"
             )
+    found = (to_device(cu_q, q.device), to_device(cu_k, q.device), to_device(rows, q.device))
     # ids may be used again once a tensor is gone, so the entry keeps what it was made from
     _seen[cu_seqlens_q] = (key, found, cu_seqlens_k, positions)
     return found

@@ -52,10 +52,11 @@ def _rounding(settings: Settings, *ends: str) -> tuple[str, ...]:
 
 
 def _weight_gradient(settings: Settings) -> str:
-    block = TOKEN_BLOCK if settings.arch == "cpu" else GPU_TOKEN_BLOCK
+    cpu = settings.arch == "cpu"
+    start = "from +0" if cpu else "onto main_grad, from +0 where there is none"
     return (
-        f"weight and bias gradient: tokens in packed order in blocks of {block} from token 0, each block a chain "
-        "from +0, blocks folded left from +0, kept in fp32"
+        f"weight and bias gradient: tokens in packed order in blocks of {TOKEN_BLOCK if cpu else GPU_TOKEN_BLOCK} "
+        f"from token 0, each block a chain from +0, blocks folded left {start}, kept in fp32"
     )
 
 

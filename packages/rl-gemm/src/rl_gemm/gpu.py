@@ -159,6 +159,28 @@ def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
     return total
 
 
+def add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str) -> None:
+    """total fp32 [N, K] += the blocks of ``grad_weight``, one after another."""
+    own = plans.current(_check(dy, x, 1, 1))
+    for start in range(0, dy.shape[0], GPU_TOKEN_BLOCK):
+        a, b = dy[start : start + GPU_TOKEN_BLOCK], x[start : start + GPU_TOKEN_BLOCK]
+        if _library_adds(own, total, a, b):
+            record(boundary, f"rl_gemm.{vendor.NAME}", "grad_weight onto main_grad")
+            with vendor.no_split_k():
+                torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
+        else:
+            total.add_(gemm(a.t(), b.t(), operation="grad_weight", boundary=boundary))
+
+
+def _library_adds(own: plans.Plans, total: Tensor, dy: Tensor, x: Tensor) -> bool:
+    """Whether the library is certified for this product; it then adds its accumulators to ``total``, rounded once."""
+    tensors = (total, dy, x)
+    if not vendor.aligned(*tensors) or not all(t.is_contiguous() for t in tensors):
+        return False
+    n, k = total.shape
+    return own.certified(vendor.environment(dy.device.index or 0), "grad_weight", n, k, len(dy), False)
+
+
 def _library_may(
     own: plans.Plans,
     operation: str,

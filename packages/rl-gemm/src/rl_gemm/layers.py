@@ -49,18 +49,27 @@ class _Linear(torch.autograd.Function):
                 main_grad_of(parameter)
         if ctx.needs_input_grad[0]:
             if ctx.column:
-                out_dtype = x.dtype if comm is None else torch.float32
+                alone = comm is None or comm.world_size == 1
+                out_dtype = x.dtype if alone else torch.float32
                 dx = ops.grad_input(dy, weight, _local_leaves(ctx.leaves, comm), ctx.fused, boundary, out_dtype)
-                if comm is not None:
+                if not alone:
                     dx = comm.all_reduce(dx, out_dtype=x.dtype)
             else:
                 dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
+            dw = _weight_gradient(weight, dy, x, boundary)
         if bias is not None and ctx.needs_input_grad[2]:
             ones = torch.ones((len(dy), 1), dtype=dy.dtype, device=dy.device)
             db = add_to_main_grad(bias, ops.grad_weight(dy, ones, boundary)[:, 0])
         return dx, dw, db, None, None, None, None, None
+
+
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str) -> Tensor | None:
+    main_grad = main_grad_of(weight)
+    if main_grad is None or not weight.is_cuda:
+        return add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
+    ops.add_grad_weight(main_grad, dy, x, boundary)
+    return None
 
 
 def _forward(

@@ -206,6 +206,17 @@ def _(dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> Tensor:
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
 
 
+@torch.library.custom_op("rl_gemm::add_grad_weight", mutates_args=("total",), device_types="cpu")
+def add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> None:
+    """total fp32 [N, K], a weight's main_grad, += ``grad_weight(dy, x)``; a GPU adds block after block."""
+    total.add_(grad_weight(dy, x, boundary))
+
+
+@add_grad_weight.register_fake
+def _(total: Tensor, dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> None:
+    check_grad_weight(dy, x)
+
+
 def check_swiglu(gate_up: Tensor) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ContractError(f"swiglu got {tuple(gate_up.shape)}; needs [M, 2F] = [gate, up]")

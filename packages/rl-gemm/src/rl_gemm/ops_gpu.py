@@ -55,6 +55,12 @@ def _grad_weight(dy: Tensor, x: Tensor, boundary: str = "gemm.column") -> Tensor
     return gpu.grad_weight(dy, x, boundary)
 
 
+@ops.add_grad_weight.register_kernel("cuda")
+def _add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str = "gemm.column") -> None:
+    ops.check_grad_weight(dy, x)
+    gpu.add_grad_weight(total, dy, x, boundary)
+
+
 def _model_type(x: Tensor) -> None:
     if x.dtype != torch.bfloat16:
         raise ContractError(f"swiglu on a GPU got {x.dtype}; supported: bfloat16; convert the model")
