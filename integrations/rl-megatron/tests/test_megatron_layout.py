@@ -111,9 +111,9 @@ def test_training_forward_equals_scoring(worlds: Worlds, tp: int, cp: int, case:
 
 @pytest.mark.field_report("R10", "R40")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tp", [2, 4])
-def test_layout_training_trajectory_equals_tp1(worlds: Worlds, tp: int, case: str) -> None:
-    one, got = worlds(1, 1)[0][case], worlds(tp, 1)[0][case]
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_layout_training_trajectory_equals_one_rank(worlds: Worlds, tp: int, cp: int, case: str) -> None:
+    one, got = worlds(1, 1)[0][case], worlds(tp, cp)[0][case]
     assert one["steps"][0]["kl"] == 0.0
     assert one["steps"][-1]["kl"] > 0.0, "three steps at this rate must move the policy"
     for a, b in zip((*one["steps"], one["micro"]), (*got["steps"], got["micro"])):
@@ -126,25 +126,10 @@ def test_layout_training_trajectory_equals_tp1(worlds: Worlds, tp: int, case: st
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])
-def test_context_parallel_gradient_is_that_of_one_rank(worlds: Worlds, tp: int, cp: int, case: str) -> None:
-    # CP splits the token sums of weight gradients, so only the value is promised, not the bits
-    one, got = worlds(1, 1)[0][case]["steps"][0], worlds(tp, cp)[0][case]["steps"][0]
-    assert got["loss"] == one["loss"]
-    assert got["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_context_parallel_gradients_match_parameter_by_parameter(worlds: Worlds, case: str) -> None:
+def test_layout_context_parallel_gradients_equal_one_rank(worlds: Worlds, case: str) -> None:
     one, got = worlds(1, 1)[0][case]["grads"], worlds(1, 2)[0][case]["grads"]
     for name, grad in one.items():
-        assert (got[name] - grad).norm() < 1e-5 * grad.norm(), name
-
-
-def test_context_parallel_trajectory_depends_on_cp_alone(worlds: Worlds) -> None:
-    a, b = worlds(1, 2)[0]["qwen3"], worlds(2, 2)[0]["qwen3"]
-    assert [s["loss"] for s in a["steps"]] == [s["loss"] for s in b["steps"]]
-    assert all(torch.equal(a["weights"][n], b["weights"][n]) for n in a["weights"])
+        assert torch.equal(got[name].view(torch.int32), grad.view(torch.int32)), name
 
 
 @pytest.mark.parametrize(("tp", "cp"), WORLDS)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import rl_gemm
-from rl_contract import ContractError
+from rl_contract import ContractError, TokenShards
+from rl_contract.testing import on_ranks
 from rl_gemm import ops, reference
 
 TYPES = (torch.bfloat16, torch.float32)
@@ -121,3 +122,47 @@ def test_no_tokens_give_a_zero_weight_gradient():
     weight = torch.randn(6, 8, requires_grad=True)
     rl_gemm.linear(torch.randn(0, 8, requires_grad=True), weight).sum().backward()
     assert torch.equal(weight.grad, torch.zeros(6, 8))
+
+
+def _zigzag(tokens, world):
+    """Places of a rank's tokens: chunks r and 2 * world - 1 - r, and one row of padding."""
+    chunks = torch.arange(tokens).chunk(2 * world)
+    pad = torch.tensor([-1])
+    return [torch.cat((chunks[r], chunks[2 * world - 1 - r], pad)) for r in range(world)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_layout_weight_gradients_over_context_parallel_ranks_equal_one_rank(dtype, world, main_grad):
+    tokens, k, n = 203, 96, 66
+    x, dy = torch.randn(tokens, k).to(dtype), torch.randn(tokens, n).to(dtype)
+    weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    held = torch.randn(n, k)
+    places = _zigzag(tokens, world)
+
+    def gradients(rows, grad, shards):
+        w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        if main_grad:
+            w.main_grad = held.clone()
+        rl_gemm.column_parallel_linear(rows, w, b, tokens=shards).backward(grad)
+        first = w.main_grad if main_grad else w.grad
+        v = weight.clone().requires_grad_()
+        rl_gemm.row_parallel_linear(rows, v, leaves=2, tokens=shards).backward(grad)
+        return first, b.grad, v.grad
+
+    def rank(comm):
+        mine = places[comm.rank]
+        # what stands in a padding row reaches no gradient
+        rows, grad = (torch.where(mine[:, None] >= 0, t[mine], torch.nan) for t in (x, dy))
+        return gradients(rows, grad, TokenShards(comm, places))
+
+    one = gradients(x, dy, None)
+    for got in on_ranks(world, rank):
+        assert all(torch.equal(a, b) for a, b in zip(got, one, strict=True))
+
+    def parts_joined(comm):
+        mine = places[comm.rank][:-1]
+        return comm.all_reduce(ops.grad_weight(dy[mine], x[mine]))
+
+    assert (on_ranks(world, parts_joined)[0] != ops.grad_weight(dy, x)).float().mean() > 0.3

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl_contract import ContractError
+from rl_contract import ContractError, TokenShards
+from rl_contract.testing import on_ranks
 from rl_norm import ops, reference, rms_norm
 
 TYPES = (torch.bfloat16, torch.float32)
@@ -118,3 +119,34 @@ def test_another_main_grad_is_refused_and_nothing_is_written(bad):
         rms_norm(torch.randn(5, 32), weight, 1e-6).sum().backward()
     assert not bad.any()
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("world", [2, 4])
+def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(heads, world):
+    tokens, width = 207, 64
+    x, residual, dy = (torch.randn(tokens, heads, width) for _ in range(3))
+    weight = torch.randn(width)
+    held = torch.arange(tokens).chunk(world)
+    places = [torch.cat((held[r].flip(0), torch.tensor([-1]))) for r in range(world)]
+    options = {"leaves": 2} if heads > 1 else {}
+
+    def gradient(x, residual, dy, shards):
+        w = weight.clone().requires_grad_()
+        y, _ = rms_norm(x, w, EPS, residual=residual, tokens=shards, **options)
+        y.backward(dy)
+        return w.grad
+
+    def rank(comm):
+        mine = places[comm.rank]
+        rows = [torch.where(mine[:, None, None] >= 0, t[mine], torch.nan) for t in (x, residual, dy)]
+        return gradient(*rows, TokenShards(comm, places))
+
+    one = gradient(x, residual, dy, None)
+    assert all(torch.equal(got, one) for got in on_ranks(world, rank))
+
+    def parts_joined(comm):
+        mine = held[comm.rank]
+        return comm.all_reduce(gradient(x[mine], residual[mine], dy[mine], None))
+
+    assert not torch.equal(on_ranks(world, parts_joined)[0], one)

@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 import rl_attn
-from rl_contract import ContractError
+from rl_contract import Communicator, ContractError, TokenShards
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,23 @@ class PackedBatch:
         return RankBatch(
             token_ids=ids[mine], positions=positions[mine], rows=local_rows[slots], targets=targets[slots], slots=slots
         )
+
+    def token_shards(self, comm: Communicator) -> TokenShards | None:
+        """Where every rank's tokens lie in the batch as one rank would pack it, without padding; None for one rank."""
+        if comm.world_size == 1:
+            return None
+        lengths = torch.tensor([len(s.prompt) + len(s.response) for s in self.samples])
+        padded = torch.tensor(self.lengths)
+        offset = torch.arange(self.tokens) - (padded.cumsum(0) - padded).repeat_interleave(padded)
+        first = (lengths.cumsum(0) - lengths).repeat_interleave(padded)
+        places = torch.where(offset < lengths.repeat_interleave(padded), first + offset, -1)
+        return TokenShards(comm, [places[self.rank_tokens(rank)] for rank in range(self.cp)])
+
+    def scored_shards(self, comm: Communicator) -> TokenShards | None:
+        """The same for the scored rows: response tokens in packed order."""
+        if comm.world_size == 1:
+            return None
+        return TokenShards(comm, [self.for_rank(rank).slots for rank in range(self.cp)])
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Per-sample views of per-response-token values in packed order."""

@@ -15,9 +15,9 @@ from torch import Tensor
 import rl_attn
 import rl_gemm
 import rl_norm
-from rl_contract import Communicator, ContractError, Settings
+from rl_contract import Communicator, ContractError, Settings, TokenShards
 from rl_contract.gradients import main_grad_of
-from rl_megatron import topology
+from rl_megatron import tokens, topology
 from rl_megatron.batch import StrictPackedSeqParams
 
 # padding to a multiple of 2*CP may place pad tokens just past the last position; their rows are never read
@@ -47,6 +47,7 @@ class StrictColumnLinear(ColumnParallelLinear):
             comm=topology.communicator(self.tp_group),
             leaves=self.settings.leaves,
             fused=self.fused,
+            tokens=tokens.current(),
         )
         return y, None
 
@@ -64,6 +65,7 @@ class StrictRowLinear(RowParallelLinear):
             self.bias,
             comm=topology.communicator(self.tp_group),
             leaves=self.settings.leaves,
+            tokens=tokens.current(),
         )
         return y, None
 
@@ -79,7 +81,7 @@ class StrictNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Any = rl_norm.rms_norm(x, self.weight, self.eps)
+        y: Any = rl_norm.rms_norm(x, self.weight, self.eps, tokens=tokens.current())
         return y
 
 
@@ -89,7 +91,12 @@ class StrictHeadNorm(StrictNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, 1, heads/t, D]."""
         y: Any = rl_norm.rms_norm(
-            x.flatten(0, 1), self.weight, self.eps, comm=topology.tensor_parallel(), leaves=self.leaves(x)
+            x.flatten(0, 1),
+            self.weight,
+            self.eps,
+            comm=topology.tensor_parallel(),
+            leaves=self.leaves(x),
+            tokens=tokens.current(),
         )
         return y.view(x.shape)
 
@@ -188,12 +195,14 @@ class _VocabRows(torch.autograd.Function):
     """Rows of a vocabulary-parallel table. Backward adds token gradients in packed order, in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, comm: Communicator) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, first: int, comm: Communicator, shards: TokenShards | None
+    ) -> Tensor:
         local = ids - first
         mine = (local >= 0) & (local < weight.shape[0])
         local = torch.where(mine, local, 0)
         ctx.save_for_backward(local, mine)
-        ctx.weight = weight
+        ctx.weight, ctx.shards = weight, shards
         rows = weight.detach()[local]
         if comm.world_size == 1:
             return rows
@@ -202,13 +211,15 @@ class _VocabRows(torch.autograd.Function):
         return comm.all_reduce(rows, out_dtype=weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None, None]:
         local, mine = ctx.saved_tensors
         weight, grad = ctx.weight, grads[0]
+        if ctx.shards is not None:
+            local, mine, grad = (ctx.shards.gather(t) for t in (local, mine, grad))
         main_grad = main_grad_of(weight)
         total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if main_grad is None else main_grad
         total.index_add_(0, local[mine], grad[mine].float())
-        return None, total.to(weight.dtype) if main_grad is None else None, None, None
+        return None, total.to(weight.dtype) if main_grad is None else None, None, None, None
 
 
 class StrictEmbedding(torch.nn.Module):
@@ -223,7 +234,8 @@ class StrictEmbedding(torch.nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [1, T] -> [1, T, H]."""
-        rows = _VocabRows.apply(ids.flatten(), self.weight, self.first, topology.communicator(self.tp_group))
+        comm = topology.communicator(self.tp_group)
+        rows = _VocabRows.apply(ids.flatten(), self.weight, self.first, comm, tokens.current())
         return rows.view(*ids.shape, -1)
 
 

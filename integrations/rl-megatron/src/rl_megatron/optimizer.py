@@ -79,17 +79,20 @@ class StrictOptimizer:
                 state.parameter.grad = None
 
     def reduce(self) -> None:
-        """Sum ``main_grad`` over context parallel ranks, by the rank tree, in fp32.
+        """Sum the native arm's ``main_grad`` over context parallel ranks, by the rank tree, in fp32.
 
-        Each rank's loss is already a share of the whole, so the sum is the gradient.
+        Each rank's loss is already a share of the whole, so the sum is the gradient. Strict operators have taken all
+        ranks' tokens in packed order already.
         """
+        if not self.native:
+            return
         cp, tp = topology.context_parallel(), topology.tensor_parallel()
         for name, state in self._states.items():
             grad = state.grad
             if cp.world_size > 1:
                 grad.copy_(cp.all_reduce(grad))
-            # Megatron's own head norms leave each rank with its heads' part; the strict norm has joined them already
-            if self.native and tp.world_size > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            # Megatron's own head norms leave each rank with its heads' part
+            if tp.world_size > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
                 grad.copy_(tp.all_reduce(grad))
 
     def grad_norm(self) -> float:

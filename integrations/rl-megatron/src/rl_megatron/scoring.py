@@ -8,7 +8,7 @@ from torch import Tensor
 
 import rl_logprob
 from rl_contract import Communicator, ContractError
-from rl_megatron import native, topology
+from rl_megatron import native, tokens, topology
 from rl_megatron.batch import PackedBatch, RankBatch, StrictPackedSeqParams
 from rl_megatron.cpu_device import cpu_device
 
@@ -76,6 +76,7 @@ def _score(model: GPTModel, batch: PackedBatch, mine: RankBatch, temperature: fl
         comm=topology.tensor_parallel(),
         leaves=settings.leaves,
         return_entropy=with_entropy,
+        tokens=batch.scored_shards(topology.context_parallel()),
     )
 
 
@@ -91,13 +92,16 @@ def _decode(model: GPTModel, batch: PackedBatch, mine: RankBatch) -> Tensor:
         positions=mine.positions,
         batch=batch,
     )
+    strict = model.rl.mode == "strict"
+    shards = batch.token_shards(topology.context_parallel()) if strict and torch.is_grad_enabled() else None
+    tokens.enter(shards)
     out = model(
         input_ids=mine.token_ids[None],
         position_ids=mine.positions[None],
         attention_mask=None,
         packed_seq_params=params,
     )
-    return out[0]
+    return tokens.announced(out[0], shards)
 
 
 def _head_weight(model: GPTModel) -> Tensor:

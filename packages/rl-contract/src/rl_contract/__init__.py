@@ -6,6 +6,7 @@ from rl_contract.contract import Contract
 from rl_contract.errors import ContractError, MissingSupport
 from rl_contract.evidence import Launch, launches, record_launch, reset_launches
 from rl_contract.profile import Profile, Settings, build_profile
+from rl_contract.tokens import TokenShards
 
 __all__ = [
     "Communicator",
@@ -17,6 +18,7 @@ __all__ = [
     "Profile",
     "Settings",
     "SingleRank",
+    "TokenShards",
     "Verdict",
     "build_profile",
     "compare",

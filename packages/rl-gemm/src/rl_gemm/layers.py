@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_contract import Communicator, ContractError
+from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.gradients import add_to_main_grad, main_grad_of
 from rl_gemm import ops
 
@@ -33,9 +33,10 @@ class _Linear(torch.autograd.Function):
         fused: int,
         out_dtype: torch.dtype,
         column: bool,
+        tokens: TokenShards | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.comm, ctx.leaves, ctx.fused, ctx.column = comm, leaves, fused, column
+        ctx.comm, ctx.leaves, ctx.fused, ctx.column, ctx.tokens = comm, leaves, fused, column, tokens
         return _forward(x, weight, bias, comm, leaves, out_dtype, column)
 
     @staticmethod
@@ -56,19 +57,41 @@ class _Linear(torch.autograd.Function):
                     dx = comm.all_reduce(dx, out_dtype=x.dtype)
             else:
                 dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
+        dbias = bias is not None and ctx.needs_input_grad[2]
+        if ctx.tokens is not None and (ctx.needs_input_grad[1] or dbias):
+            dy = ctx.tokens.gather(dy)
         if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(weight, dy, x, boundary)
-        if bias is not None and ctx.needs_input_grad[2]:
+            dw = _weight_gradient(weight, dy, x, boundary, ctx.tokens)
+        if dbias:
             ones = torch.ones((len(dy), 1), dtype=dy.dtype, device=dy.device)
             db = add_to_main_grad(bias, ops.grad_weight(dy, ones, boundary)[:, 0])
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
-def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str) -> Tensor | None:
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, tokens: TokenShards | None) -> Tensor | None:
+    """With ``tokens``, dy [T, N] is that of all tokens and x [T/c, K] this rank's."""
     main_grad = main_grad_of(weight)
-    if main_grad is None or not weight.is_cuda:
-        return add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
-    ops.add_grad_weight(main_grad, dy, x, boundary)
+    # a GPU adds the blocks of tokens to main_grad itself
+    total = main_grad if weight.is_cuda else None
+    if tokens is None:
+        if total is None:
+            return add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
+        ops.add_grad_weight(total, dy, x, boundary)
+        return None
+    every = tokens.gather(x)
+
+    def share(first: int, last: int) -> Tensor:
+        part = dy[:, first:last].contiguous()
+        if total is None:
+            return ops.grad_weight(part, every, boundary)
+        grown = total[first:last].clone()
+        ops.add_grad_weight(grown, part, every, boundary)
+        return grown
+
+    whole = tokens.weight_grad(dy.shape[1], share)
+    if total is None:
+        return add_to_main_grad(weight, whole)
+    total.copy_(whole)
     return None
 
 
@@ -107,6 +130,7 @@ def _apply(
     fused: int,
     out_dtype: torch.dtype | None,
     column: bool,
+    tokens: TokenShards | None,
 ) -> Tensor:
     out_dtype = out_dtype or x.dtype
     ops.check_type("x", x)
@@ -114,7 +138,7 @@ def _apply(
     rows = x.reshape(-1, x.shape[-1])
     needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if torch.is_grad_enabled() and needs_grad:
-        y = _Linear.apply(rows, weight, bias, comm, leaves, fused, out_dtype, column)
+        y = _Linear.apply(rows, weight, bias, comm, leaves, fused, out_dtype, column, tokens)
     else:
         y = _forward(rows, weight, bias, comm, leaves, out_dtype, column)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -129,6 +153,7 @@ def column_parallel_linear(
     leaves: int = 1,
     fused: int = 1,
     out_dtype: torch.dtype | None = None,
+    tokens: TokenShards | None = None,
 ) -> Tensor:
     """Linear layer whose outputs are sharded: a chain over K, bias in fp32, one rounding.
 
@@ -140,6 +165,8 @@ def column_parallel_linear(
         leaves: G, a multiple of t; the gradient of x is tree(G) over the global N, rounded once.
         fused: 2 where weight is [gate; up] stacked; leaf g is then the g-th part of both.
         out_dtype: default x's type; float32 returns the accumulator.
+        tokens: where x is one context parallel rank's rows, the ranks that hold the others: the gradients of weight and
+            bias are then those of all tokens, the same on every rank, in the bits of one rank that holds them all.
 
     Returns:
         [..., N/t] of ``out_dtype``.
@@ -152,7 +179,7 @@ def column_parallel_linear(
     if not isinstance(fused, int) or fused not in (1, 2):
         raise ContractError(f"fused={fused!r}; supported: 1, or 2 for a [gate; up] weight")
     ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), fused)
-    return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True)
+    return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True, tokens)
 
 
 def row_parallel_linear(
@@ -163,6 +190,7 @@ def row_parallel_linear(
     comm: Communicator | None = None,
     leaves: int = 1,
     out_dtype: torch.dtype | None = None,
+    tokens: TokenShards | None = None,
 ) -> Tensor:
     """Linear layer whose inputs are sharded: tree(G) over the global K, bias in fp32, one rounding, same on all ranks.
 
@@ -173,6 +201,7 @@ def row_parallel_linear(
         comm: the t ranks that hold the parts of K.
         leaves: G, a multiple of t; K must be divisible by G. The gradient of x is a chain over N.
         out_dtype: default x's type.
+        tokens: as in ``column_parallel_linear``.
 
     Returns:
         [..., N] of ``out_dtype``.
@@ -183,7 +212,7 @@ def row_parallel_linear(
     """
     _check_shapes(x, weight)
     ops.check_leaves("K/t", x.shape[-1], _local_leaves(leaves, comm))
-    return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False)
+    return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False, tokens)
 
 
 def linear(

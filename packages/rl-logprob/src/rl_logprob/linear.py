@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rl_gemm
 import rl_gemm.ops
-from rl_contract import Communicator, ContractError, SingleRank
+from rl_contract import Communicator, ContractError, SingleRank, TokenShards
 from rl_contract.gradients import main_grad_of
 from rl_logprob import gpu, linear_gpu, ops
 from rl_logprob.checks import (
@@ -42,6 +42,7 @@ def linear_logprob(
     return_entropy: Literal[False] = False,
     nonfinite: Nonfinite = "raise",
     keep_logits: int = 0,
+    tokens: TokenShards | None = None,
 ) -> Tensor: ...
 @overload
 def linear_logprob(
@@ -57,6 +58,7 @@ def linear_logprob(
     return_entropy: Literal[True],
     nonfinite: Nonfinite = "raise",
     keep_logits: int = 0,
+    tokens: TokenShards | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def linear_logprob(
     hidden: Tensor,
@@ -71,6 +73,7 @@ def linear_logprob(
     return_entropy: bool = False,
     nonfinite: Nonfinite = "raise",
     keep_logits: int = 0,
+    tokens: TokenShards | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``log softmax(hidden @ weight.T / temperature)[target]``, the bits of ``selected_logprob`` at every world size.
 
@@ -88,6 +91,8 @@ def linear_logprob(
             is not finite, or whose target or temperature lie on the GPU and are out of range, gets NaN.
         keep_logits: bytes of GPU memory in which fp32 logits may wait for the backward, which computes the others
             again; memory for time, never bits. A CPU keeps none.
+        tokens: where hidden is one context parallel rank's rows, the ranks that hold the others: the gradient of weight
+            is then that of all tokens, the same on every rank, in the bits of one rank that holds them all.
 
     Returns:
         fp32 [T], nats; or (that, entropy fp32 [T]). Gradients flow from both to hidden and weight. That of weight is
@@ -113,8 +118,9 @@ def linear_logprob(
     strict = nonfinite == "raise"
     kept = keep_logits if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0
     logp, entropy = _LinearLogprob.apply(
-        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, kept
-    )
+        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, kept,
+        tokens,
+    )  # fmt: skip
     return (logp, entropy) if return_entropy else logp
 
 
@@ -156,6 +162,7 @@ class _LinearLogprob(torch.autograd.Function):
         with_entropy: bool,
         strict: bool,
         keep_logits: int,
+        tokens: TokenShards | None,
     ) -> tuple[Tensor, Tensor]:
         if hidden.is_cuda:
             x, state, ctx.logits = linear_gpu.forward(
@@ -173,7 +180,7 @@ class _LinearLogprob(torch.autograd.Function):
         if hidden.is_cuda and strict:
             refuse_rows(logp, state, targets, temperature, vocab_size)
         ctx.save_for_backward(hidden, weight, targets, temperature, state)
-        ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves = comm, vocab_size, vocab_tile, leaves
+        ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves, ctx.tokens = comm, vocab_size, vocab_tile, leaves, tokens
         entropy = state[:, 2].float()
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -183,46 +190,69 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogp: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, targets, temperature, state = ctx.saved_tensors
-        comm, tile = ctx.comm, ctx.vocab_tile
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if not ctx.with_entropy:
             dentropy = dlogp.new_empty(0)
-        if hidden.is_cuda:
-            grads = linear_gpu.backward(
-                hidden, weight, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous(), comm,
-                ctx.vocab_size,
-                ctx.leaves, needs_hidden, needs_weight, ctx.logits,
-            )  # fmt: skip
-            return *grads, *[None] * 9
-        rows = weight.shape[0]
-        real = _real_rows(rows, comm.rank, ctx.vocab_size)
-        leaf_rows = rows * comm.world_size // ctx.leaves
-        step = min(_chunk(len(hidden), rows, tile), leaf_rows)
-        sink = _WeightGradient(weight) if needs_weight else None
-        roots = []
-        for leaf in range(0, rows, leaf_rows):
-            # padding adds +0 to a sum that is never -0, so leaving it out keeps the bits
-            root: Tensor | None = None
-            end = min(leaf + leaf_rows, real)
-            for begin in range(leaf, end, step):
-                part = weight[begin : min(begin + step, end)]
-                logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)
-                first_id = comm.rank * rows + begin
-                dlogits = ops.grad_logits(
-                    logits, temperature, state, targets, dlogp, dentropy, first_id, ctx.vocab_size
-                ).to(weight.dtype)
-                if sink is not None:
-                    sink.put(begin, rl_gemm.ops.grad_weight(dlogits, hidden))
-                if needs_hidden:
-                    for b in range(0, len(part), tile):
-                        block = rl_gemm.ops.grad_input(dlogits[:, b : b + tile], part[b : b + tile])
-                        root = block if root is None else root.add_(block)
-            if root is None:
-                root = torch.zeros(hidden.shape, dtype=torch.float32)
-            roots.append(root)
-        dhidden = comm.all_reduce(_tree(roots), out_dtype=hidden.dtype) if needs_hidden else None
-        dweight = sink.result() if sink is not None else None
-        return dhidden, dweight, *[None] * 9
+        dlogp, dentropy = dlogp.contiguous(), dentropy.contiguous()
+        rows = (hidden, targets, temperature, state, dlogp, dentropy)
+        if ctx.tokens is None or not needs_weight:
+            return *_gradients(ctx, weight, *rows, needs_hidden=needs_hidden, needs_weight=needs_weight), *[None] * 10
+        dhidden = _gradients(ctx, weight, *rows, needs_hidden=True, needs_weight=False)[0] if needs_hidden else None
+        ctx.logits = None
+        every = [ctx.tokens.gather(t) for t in rows[:-1]]
+        every.append(ctx.tokens.gather(dentropy) if ctx.with_entropy else dentropy)
+        dweight = _gradients(ctx, weight, *every, needs_hidden=False, needs_weight=True)[1]
+        return dhidden, dweight, *[None] * 10
+
+
+def _gradients(
+    ctx: Any,
+    weight: Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    state: Tensor,
+    dlogp: Tensor,
+    dentropy: Tensor,
+    *,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden and of weight from these rows."""
+    comm, tile = ctx.comm, ctx.vocab_tile
+    if hidden.is_cuda:
+        return linear_gpu.backward(
+            hidden, weight, targets, temperature, state, dlogp, dentropy, comm, ctx.vocab_size, ctx.leaves,
+            needs_hidden, needs_weight, ctx.logits,
+        )  # fmt: skip
+    rows = weight.shape[0]
+    real = _real_rows(rows, comm.rank, ctx.vocab_size)
+    leaf_rows = rows * comm.world_size // ctx.leaves
+    step = min(_chunk(len(hidden), rows, tile), leaf_rows)
+    sink = _WeightGradient(weight) if needs_weight else None
+    roots = []
+    for leaf in range(0, rows, leaf_rows):
+        # padding adds +0 to a sum that is never -0, so leaving it out keeps the bits
+        root: Tensor | None = None
+        end = min(leaf + leaf_rows, real)
+        for begin in range(leaf, end, step):
+            part = weight[begin : min(begin + step, end)]
+            logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)
+            first_id = comm.rank * rows + begin
+            dlogits = ops.grad_logits(
+                logits, temperature, state, targets, dlogp, dentropy, first_id, ctx.vocab_size
+            ).to(weight.dtype)
+            if sink is not None:
+                sink.put(begin, rl_gemm.ops.grad_weight(dlogits, hidden))
+            if needs_hidden:
+                for b in range(0, len(part), tile):
+                    block = rl_gemm.ops.grad_input(dlogits[:, b : b + tile], part[b : b + tile])
+                    root = block if root is None else root.add_(block)
+        if root is None:
+            root = torch.zeros(hidden.shape, dtype=torch.float32)
+        roots.append(root)
+    dhidden = comm.all_reduce(_tree(roots), out_dtype=hidden.dtype) if needs_hidden else None
+    return dhidden, sink.result() if sink is not None else None
 
 
 class _WeightGradient:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_contract import Communicator, ContractError
+from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.gradients import add_to_main_grad, main_grad_of
 from rl_norm import ops
 
@@ -35,9 +35,10 @@ class _RMSNorm(torch.autograd.Function):
         comm: Communicator | None,
         heads: int,
         leaves: int,
+        tokens: TokenShards | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.comm, ctx.heads, ctx.leaves, ctx.added = comm, heads, leaves, residual is not None
+        ctx.comm, ctx.heads, ctx.leaves, ctx.added, ctx.tokens = comm, heads, leaves, residual is not None, tokens
         if residual is None:
             y, rstd = ops.rms_norm(x, weight, eps)
             ctx.save_for_backward(x, weight, rstd)
@@ -55,9 +56,16 @@ class _RMSNorm(torch.autograd.Function):
                 dx = ops.grad_input(dy, stream, weight, rstd, dstream)
             if ctx.needs_input_grad[1]:
                 main_grad_of(weight)
+                if ctx.tokens is not None:
+                    dy, stream, rstd = (_all_tokens(ctx.tokens, t, ctx.heads) for t in (dy, stream, rstd))
                 root = ops.grad_weight(dy, stream, rstd, ctx.heads, ctx.leaves)
                 dw = add_to_main_grad(weight, root if ctx.comm is None else ctx.comm.all_reduce(root))
-        return dx, dw, dx if ctx.added else None, None, None, None, None
+        return dx, dw, dx if ctx.added else None, None, None, None, None, None
+
+
+def _all_tokens(tokens: TokenShards, x: Tensor, heads: int) -> Tensor:
+    """Rows [T/c * heads, ...] of this rank's tokens -> [T * heads, ...] of all."""
+    return tokens.gather(x.view(-1, heads, *x.shape[1:])).flatten(0, 1)
 
 
 def rms_norm(
@@ -68,6 +76,7 @@ def rms_norm(
     residual: Tensor | None = None,
     comm: Communicator | None = None,
     leaves: int = 1,
+    tokens: TokenShards | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight in fp32, one rounding; with ``residual``, x + residual is rounded first.
 
@@ -78,6 +87,8 @@ def rms_norm(
         residual: x's shape and type. The sum, rounded to the type, is the norm's input and the new residual stream.
         comm: for q/k norm, the t ranks that share the heads; only the gradient of weight needs them.
         leaves: for q/k norm, G: the gradient of weight is one tree over leaves of all heads, at any t that divides G.
+        tokens: where x is one context parallel rank's rows, the ranks that hold the others: the gradient of weight is
+            then that of all tokens, the same on every rank, in the bits of one rank that holds them all.
 
     Returns:
         y, or (y, new_residual) where ``residual`` is given; x's shape and type.
@@ -106,7 +117,7 @@ def rms_norm(
     add = None if residual is None else residual.reshape(-1, x.shape[-1])
     needs_grad = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
     if torch.is_grad_enabled() and needs_grad:
-        result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own)
+        result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own, tokens)
     elif add is None:
         result = ops.rms_norm(rows, weight, float(eps))[0]
     else:

@@ -1,0 +1,74 @@
+"""Tokens of one packed batch on several ranks (context parallel), and the weight gradients that sum over them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rl_contract.communicator import Communicator
+from rl_contract.errors import ContractError
+
+
+class TokenShards:
+    """Which rank holds which rows of a packed batch.
+
+    A weight's gradient is a sum over tokens in packed order. Here the rows are brought together as bytes, in that
+    order and without padding, and each rank computes its share of the gradient's rows over all tokens. So the bits are
+    those of one rank, no token is multiplied twice, and no partial sums are left to be joined.
+    """
+
+    def __init__(self, comm: Communicator, places: Sequence[torch.Tensor]) -> None:
+        """
+        Args:
+            comm: the ranks that hold the tokens.
+            places: for each rank, rank 0 first, int64 [n_r]: the place in the packed batch of each row it holds, -1 for
+                padding. Together they name every place 0 to T-1 once.
+
+        Raises:
+            ContractError: a number of ranks other than comm's, or places that are not each token once.
+        """
+        if len(places) != comm.world_size:
+            raise ContractError(
+                f"TokenShards got the rows of {len(places)} ranks; the communicator has {comm.world_size}"
+            )
+        self.comm = comm
+        self.rows = len(places[comm.rank])
+        self._longest = max(len(p) for p in places)
+        padded = [torch.nn.functional.pad(p, (0, self._longest - len(p)), value=-1) for p in places]
+        every = torch.cat(padded)
+        held = (every >= 0).nonzero()[:, 0]
+        self.order = held[every[held].argsort()]
+        if not torch.equal(every[self.order], torch.arange(len(held), device=every.device)):
+            raise ContractError(
+                f"TokenShards got places {every[every >= 0].sort().values.tolist()[:8]}...; needs each of 0 to T-1 once"
+            )
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows ``[n_r, ...]`` -> all tokens' rows ``[T, ...]`` in packed order. Moves bytes.
+
+        Raises:
+            ContractError: not as many rows as this rank holds.
+        """
+        if len(x) != self.rows:
+            raise ContractError(f"TokenShards got {len(x)} rows on rank {self.comm.rank}, which holds {self.rows}")
+        if self.rows < self._longest:
+            x = torch.cat((x, x.new_zeros((self._longest - self.rows, *x.shape[1:]))))
+        if self.order.device != x.device:
+            self.order = self.order.to(x.device)
+        return self.comm.all_gather(x.contiguous(), dim=0)[self.order]
+
+    def weight_grad(self, size: int, compute: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """``[size, ...]``, of which this rank computes ``compute(first, last) -> [last - first, ...]`` over all tokens.
+
+        Shares are equal; where they do not divide ``size`` the last ones overlap, with the same bits.
+        """
+        world = self.comm.world_size
+        step = -(-size // world)
+        firsts = [min(rank * step, size - step) for rank in range(world)]
+        mine = firsts[self.comm.rank]
+        parts = self.comm.all_gather(compute(mine, mine + step)[None], dim=0)
+        if step * world == size:
+            return parts.flatten(0, 1)
+        out = parts.new_empty((size, *parts.shape[2:]))
+        for first, part in zip(firsts, parts):
+            out[first : first + step] = part
+        return out

@@ -1,0 +1,64 @@
+"""Rows spread over ranks come back in packed order; each rank computes its share of a gradient over all of them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_contract import ContractError, TokenShards
+from rl_contract.testing import on_ranks
+
+
+def spread(tokens: int, world: int, seed: int, padding: int) -> list[torch.Tensor]:
+    """Places of ``tokens`` on ``world`` ranks in any order, with some padding rows among them."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.cat((torch.arange(tokens), torch.full((padding,), -1)))
+    owner = torch.randint(0, world, (len(places),), generator=generator)
+    return [part[torch.randperm(len(part), generator=generator)] for part in (places[owner == r] for r in range(world))]
+
+
+@given(
+    tokens=st.integers(0, 40),
+    world=st.sampled_from((2, 4)),
+    seed=st.integers(0, 999),
+    padding=st.integers(0, 5),
+    size=st.integers(1, 9),
+)
+def test_layout_any_spread_gives_packed_order_and_every_row_of_the_gradient(tokens, world, seed, padding, size):
+    places = spread(tokens, world, seed, padding)
+    x = torch.randn(tokens, 3, generator=torch.Generator().manual_seed(seed))
+    dy = torch.randn(tokens, size, generator=torch.Generator().manual_seed(seed + 1))
+    whole = torch.stack([(dy[:, n, None] * x).double().sum(0).float() for n in range(size)])
+
+    def rank(comm):
+        shards = TokenShards(comm, places)
+        mine = places[comm.rank]
+        # padding holds NaN: it may reach nothing
+        rows = torch.where(mine[:, None] >= 0, x[mine] if tokens else torch.zeros(len(mine), 3), torch.nan)
+        every = shards.gather(rows)
+        grad = shards.weight_grad(
+            size,
+            lambda first, last: torch.stack(
+                [(dy[:, n, None] * every).double().sum(0).float() for n in range(first, last)]
+            ),
+        )
+        return every, grad
+
+    for every, grad in on_ranks(world, rank):
+        assert torch.equal(every, x)
+        assert torch.equal(grad, whole)
+
+
+@pytest.mark.parametrize("places", [[[0, 1], [1, 2]], [[0], [2]], [[0, 1]], [[0], [1], [2]]])
+def test_places_that_are_not_each_token_once_are_refused(places):
+    with pytest.raises(ContractError, match="TokenShards got"):
+        on_ranks(2, lambda comm: TokenShards(comm, [torch.tensor(p) for p in places]))
+
+
+def test_another_number_of_rows_is_refused():
+    def rank(comm):
+        shards = TokenShards(comm, [torch.tensor([0, 2]), torch.tensor([1])])
+        return shards.gather(torch.zeros(2, 4)) if comm.rank else None
+
+    with pytest.raises(ContractError, match="got 2 rows on rank 1, which holds 1"):
+        on_ranks(2, rank)
