@@ -239,7 +239,7 @@ def test_off_replacements_last_only_while_a_strict_model_is_built(profile):
         with building(Strict(profile, SingleRank())):
             inside = registries()
             assert set(inside[0]) - set(before[0]) == set(replacements())
-            assert inside[2] == "rl_vllm.attention.StrictAttentionBackend"
+            assert inside[2] == "rl_vllm.attention.StrictCPUBackend"
             assert active().profile is profile
             raise RuntimeError("boom")
 

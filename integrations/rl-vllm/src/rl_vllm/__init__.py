@@ -4,6 +4,7 @@ from rl_vllm.arguments import cpu_environment, engine_args, serve_flags
 from rl_vllm.client import VllmEngineClient, assert_strict, report, reset_launches, version_spans
 from rl_vllm.preflight import check_engine, engine_violations
 from rl_vllm.settings import settings_from_hf
+from rl_vllm.trace import trace_step
 
 __all__ = [
     "VllmEngineClient",
@@ -16,5 +17,6 @@ __all__ = [
     "reset_launches",
     "serve_flags",
     "settings_from_hf",
+    "trace_step",
     "version_spans",
 ]

@@ -8,22 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Profile
+from rl_vllm import platform
 
 MODES = ("strict", "audit", "off")
-LOGITS_PROCESSOR = "rl_vllm.sampling:StrictSampling"
-WORKERS = {"strict": "rl_vllm.worker.StrictCPUWorker", "audit": "rl_vllm.worker.AuditCPUWorker"}
-
-# field of vLLM's EngineArgs -> (value strict mode sets, values a user may have left there)
-STRICT_FIELDS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "worker_cls": (WORKERS["strict"], ("auto",)),
-    # temperature-scaled log-probabilities: the sampling distribution, which is what a trainer recomputes
-    "logprobs_mode": ("processed_logprobs", ("raw_logprobs",)),
-    # a checkpoint's generation_config.json would bring top-p and top-k along
-    "generation_config": ("vllm", ("auto",)),
-    # compiled graphs on the CPU are not yet proven equal
-    "enforce_eager": (True, (False, None)),
-    "async_scheduling": (False, (None,)),
-}
 
 
 def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dict[str, Any]:
@@ -51,6 +38,7 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
             f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} keeps vLLM from loading rl_vllm; add it there or unset it"
         )
     register()
+    here = platform.current()
     args = dict(overrides)
     args.setdefault("weight_transfer_config", {"backend": TRANSFER_BACKEND})
     args.setdefault("dtype", profile.settings.dtype)
@@ -61,16 +49,16 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
     if mode == "audit":
         args.setdefault("logprobs_mode", "processed_logprobs")
         args.setdefault("generation_config", "vllm")
-        args.setdefault("worker_cls", WORKERS["audit"])
+        args.setdefault("worker_cls", here.workers["audit"])
         return args
     given = args.get("hf_overrides") or {}
     if not isinstance(given, Mapping):
         raise ContractError("hf_overrides must be a mapping in strict mode, which carries its profile there")
     args["hf_overrides"] = {**given, **carrier(profile)}
-    for field, (value, _) in STRICT_FIELDS.items():
+    for field, (value, _) in here.fields.items():
         args.setdefault(field, value)
     processors = list(args.get("logits_processors") or [])
-    args["logits_processors"] = processors + [LOGITS_PROCESSOR] * (LOGITS_PROCESSOR not in processors)
+    args["logits_processors"] = processors + [p for p in here.logits_processors if p not in processors]
     return args
 
 
@@ -86,30 +74,81 @@ def apply_strict(arguments: Any) -> None:
     Raises:
         ContractError: the user set something else; every contradiction is listed.
     """
+    if problems := settle(arguments):
+        raise ContractError("strict engine arguments: " + "; ".join(problems))
+
+
+def settle(arguments: Any) -> list[str]:
+    """As ``apply_strict``, but returns the contradictions, so that one error can list them with all others."""
     from rl_vllm.config import METHOD, carried, carrier
 
+    here = platform.current()
     problems = []
-    for field, (value, untouched) in STRICT_FIELDS.items():
+    for field, (value, untouched) in here.fields.items():
         given = getattr(arguments, field, value)
-        if given != value and given not in untouched:
+        # a backend may be given as a member of vLLM's enumeration
+        if getattr(given, "name", given) != value and given not in untouched:
             problems.append(f"{field}={given!r}, strict mode needs {value!r}; leave it unset")
         elif hasattr(arguments, field):
             setattr(arguments, field, value)
-    processors = list(arguments.logits_processors or [])
-    foreign = [p for p in processors if p != LOGITS_PROCESSOR]
+    foreign = [p for p in arguments.logits_processors or [] if p not in here.logits_processors]
     if foreign:
         problems.append(f"logits_processors={foreign!r} change the sampling distribution; remove them")
     if arguments.quantization not in (None, METHOD):
         problems.append(f"quantization={arguments.quantization!r}; strict mode supports unquantised weights")
-    if problems:
-        raise ContractError("strict engine arguments: " + "; ".join(problems))
-    arguments.logits_processors = [LOGITS_PROCESSOR]
+        arguments.quantization = None
+    problems += unsupported(
+        lora=arguments.enable_lora,
+        speculative=arguments.speculative_config,
+        pipeline=arguments.pipeline_parallel_size,
+        expert=arguments.enable_expert_parallel,
+    )
+    problems += _quiet_compiler(arguments.compilation_config)
+    arguments.logits_processors = list(here.logits_processors) or None
     profile = carried(arguments.hf_overrides)
     assert profile is not None
     # a path becomes the profile itself, so that workers on other hosts need no file
     arguments.hf_overrides = {**arguments.hf_overrides, **carrier(profile)}
     if arguments.dtype == "auto":
         arguments.dtype = profile.settings.dtype
+    # vLLM names its compiled graphs by its configuration, in which the profile takes no part by itself
+    arguments.additional_config = {**(arguments.additional_config or {}), "rl_strict": profile.fingerprint}
+    return problems
+
+
+def unsupported(*, lora: Any, speculative: Any, pipeline: int, expert: bool) -> list[str]:
+    """What no strict operator serves, in the words of every entrance."""
+    asked = {
+        "LoRA": bool(lora),
+        "speculative decoding": speculative is not None,
+        f"pipeline parallel {pipeline}": pipeline > 1,
+        "expert parallel": bool(expert),
+    }
+    return [f"{what} is not supported: switch it off" for what, there in asked.items() if there]
+
+
+def _quiet_compiler(compilation: Any) -> list[str]:
+    """Switch off, in place, the passes that put another kernel where strict ones stand; returns those asked for."""
+    passes = compilation.pass_config
+    names = rewriting_passes(passes)
+    asked = [name for name in names if getattr(passes, name)]
+    for name in names:
+        if name not in asked:
+            setattr(passes, name, False)
+    # vLLM would compile each switched-off operator once more by itself
+    if not {"all", "none"} & set(compilation.custom_ops):
+        compilation.custom_ops = [*compilation.custom_ops, "all"]
+    return [f"{pass_label(name)} is not supported: switch it off" for name in asked]
+
+
+def rewriting_passes(passes: Any) -> list[str]:
+    """Flags of vLLM's pass configuration that replace operators, whatever this version has of them."""
+    fields = getattr(type(passes), "__dataclass_fields__", None) or vars(passes)
+    return sorted(n for n in fields if n.startswith(("fuse_", "enable_")))
+
+
+def pass_label(name: str) -> str:
+    return "sequence parallel" if name == "enable_sp" else f"the fusion pass {name}"
 
 
 def _plugin_excluded() -> bool:

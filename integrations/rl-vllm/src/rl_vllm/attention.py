@@ -1,7 +1,6 @@
-"""Paged attention of vLLM served by ``rl_attn``: boundary attention.
+"""Paged attention of vLLM served by ``rl_attn``: boundary attention. Backend of the CPU; ``gpu_attention`` has a GPU's.
 
-vLLM gives one block per (block id, kv head) of ``[block_size, 2 * head_dim]``: layout ``vllm_cpu``. The order of
-addition is that of the profile's attention contract; nothing here adds.
+The order of addition is that of the profile's attention contract; nothing here adds.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 import rl_attn
 from rl_contract import ContractError
@@ -26,13 +24,17 @@ from rl_vllm.scope import active
 
 @dataclass
 class StrictAttentionMetadata:
-    """One batch: query_start_loc [R+1], seq_lens [R], block_table [R, blocks], slot_mapping [T]."""
+    """One batch: query_start_loc [R+1], seq_lens [R], block_table [R, blocks].
+
+    Rows that pad a captured graph belong to no request: the last entries of query_start_loc are equal. On a GPU the
+    tensors keep their addresses from step to step, as vLLM's graphs demand, and nothing looks at their values.
+    """
 
     num_actual_tokens: int
+    max_query_len: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor
 
 
 class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
@@ -46,11 +48,11 @@ class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
         if m.causal is not True:
             raise ContractError(f"attention with causal={m.causal!r} is not supported; supported: causal=True")
         return StrictAttentionMetadata(
-            m.num_actual_tokens, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.slot_mapping
+            m.num_actual_tokens, m.max_query_len, m.query_start_loc, m.seq_lens, m.block_table_tensor
         )
 
 
-class StrictAttentionBackend(AttentionBackend):
+class StrictCPUBackend(AttentionBackend):
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]
@@ -72,7 +74,9 @@ class StrictAttentionBackend(AttentionBackend):
         return [MultipleOf(1)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
@@ -81,6 +85,10 @@ class StrictAttentionBackend(AttentionBackend):
 
 
 class StrictAttentionImpl(AttentionImpl):
+    # one block per (block id, kv head) of [block_size, 2 * head_dim]
+    layout = "vllm_cpu"
+    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "bfloat16")
+
     def __init__(
         self,
         num_heads: int,
@@ -105,7 +113,7 @@ class StrictAttentionImpl(AttentionImpl):
         problems = [f"{k}={v!r}" for k, v in asked.items() if v is not None]
         if attn_type != AttentionType.DECODER:
             problems.append(f"attn_type={attn_type!r}")
-        if kv_cache_dtype not in StrictAttentionBackend.supported_kv_cache_dtypes:
+        if kv_cache_dtype not in self.kv_cache_dtypes:
             problems.append(f"kv_cache_dtype={kv_cache_dtype!r}")
         if problems:
             raise ContractError(
@@ -121,7 +129,7 @@ class StrictAttentionImpl(AttentionImpl):
 
     def _cache(self, kv_cache: torch.Tensor) -> rl_attn.PagedKV:
         return rl_attn.PagedKV.from_layout(
-            "vllm_cpu", kv_cache, num_kv_heads=self.num_kv_heads, head_dim=self.head_size
+            self.layout, kv_cache, num_kv_heads=self.num_kv_heads, head_dim=self.head_size
         )
 
     def do_kv_cache_update(
@@ -149,9 +157,9 @@ class StrictAttentionImpl(AttentionImpl):
     ) -> torch.Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise ContractError("strict attention has no quantised output; switch output quantisation off")
-        # vLLM profiles memory without metadata
+        # vLLM profiles memory without metadata; what lies in memory by chance must not reach the sampler's checks
         if attn_metadata is None:
-            return output
+            return output.zero_()
         T = attn_metadata.num_actual_tokens
         settings = self.strict.profile.settings
         out = rl_attn.attention_paged(
@@ -163,6 +171,8 @@ class StrictAttentionImpl(AttentionImpl):
             scale=self.scale,
             key_tile=settings.key_tile,
             segment=settings.segment,
+            family=settings.attention,
+            max_query_len=attn_metadata.max_query_len,
         )
         assert isinstance(out, torch.Tensor)
         output[:T].copy_(out)

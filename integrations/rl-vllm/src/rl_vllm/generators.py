@@ -29,8 +29,20 @@ class RewindableGenerator(torch.Generator):
         return self
 
 
+def make_seed_holders(runner: Any) -> None:
+    """As ``make_rewindable`` for an engine that never draws from generators: nothing is remembered.
+
+    A device's generator would take an offset below zero when vLLM takes back a draw that was not made.
+    """
+    _replace(runner, remember=False)
+
+
 def make_rewindable(runner: Any) -> None:
     """Replace the generators of new requests, before their first draw, and remember the state of all."""
+    _replace(runner, remember=True)
+
+
+def _replace(runner: Any, *, remember: bool) -> None:
     batch = runner.input_batch
     for index, generator in list(batch.generators.items()):
         if not isinstance(generator, RewindableGenerator):
@@ -40,4 +52,5 @@ def make_rewindable(runner: Any) -> None:
             # a preempted request comes back with the generator its state holds
             runner.requests[batch.req_ids[index]].generator = ours
             generator = ours
-        generator.remember()
+        if remember:
+            generator.remember()

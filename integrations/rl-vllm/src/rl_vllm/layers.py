@@ -19,8 +19,10 @@ from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, R
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 import rl_attn
+import rl_attn.ops
 import rl_gemm
 import rl_norm
+from rl_contract import ContractError
 from rl_vllm.scope import active
 from rl_vllm.settings import rope_scaling
 
@@ -30,6 +32,10 @@ def _poison(layer: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in layer.parameters(recurse=False):
             parameter.fill_(float("nan"))
+
+
+def _weight(layer: torch.nn.Module) -> torch.Tensor:
+    return layer.weight  # type: ignore[return-value]
 
 
 @register_weight_loader_v2_supported_method
@@ -45,7 +51,7 @@ class StrictLinearMethod(UnquantizedLinearMethod):
         return
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return rl_gemm.column_parallel_linear(x, layer.get_parameter("weight"), bias)
+        return rl_gemm.column_parallel_linear(x, _weight(layer), bias)
 
 
 class StrictEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -59,7 +65,7 @@ class StrictEmbeddingMethod(UnquantizedEmbeddingMethod):
         return
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return rl_gemm.column_parallel_linear(x, layer.get_parameter("weight"), bias, out_dtype=torch.float32)
+        return rl_gemm.column_parallel_linear(x, _weight(layer), bias, out_dtype=torch.float32)
 
 
 class StrictRowParallelLinear(RowParallelLinear):
@@ -75,9 +81,7 @@ class StrictRowParallelLinear(RowParallelLinear):
             x = split_tensor_along_last_dim(input_, num_partitions=self.tp_size)[self.tp_rank].contiguous()
         bias = None if self.skip_bias_add else self.bias
         comm = self.strict.comm if self.tp_size > 1 else None
-        y = rl_gemm.row_parallel_linear(
-            x, self.get_parameter("weight"), bias, comm=comm, leaves=self.strict.profile.settings.leaves
-        )
+        y = rl_gemm.row_parallel_linear(x, _weight(self), bias, comm=comm, leaves=self.strict.profile.settings.leaves)
         if not self.return_bias:
             return y
         return y, self.bias if self.skip_bias_add else None
@@ -133,7 +137,12 @@ class _StrictRotary:
     def _use_profile(self, head_size: int, max_positions: int) -> None:
         self.strict = active()
         rope = self.strict.profile.settings.rope
-        self.table = rl_attn.rope_table(max_positions, rope["rotary_dim"], rope["theta"], rope_scaling(rope))
+        table = rl_attn.rope_table(max_positions, rope["rotary_dim"], rope["theta"], rope_scaling(rope))
+        # buffers, so that they lie at fixed addresses of the model's own memory and come back after a sleep; vLLM casts
+        # no buffers, and a cast one is refused below
+        cos, sin = table.on(torch.get_default_device())
+        self.register_buffer("rl_cos", cos, persistent=False)  # type: ignore[attr-defined]
+        self.register_buffer("rl_sin", sin, persistent=False)  # type: ignore[attr-defined]
         self._head_size = head_size
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
@@ -143,9 +152,13 @@ class _StrictRotary:
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert key is not None
+        cos: torch.Tensor = self.rl_cos  # type: ignore[attr-defined]
+        sin: torch.Tensor = self.rl_sin  # type: ignore[attr-defined]
+        if cos.dtype != torch.float32:
+            raise ContractError(f"the position table was cast to {cos.dtype}; it must stay fp32")
         q = query.view(query.shape[0], -1, self._head_size)  # [T, Hq, D]
         k = key.view(key.shape[0], -1, self._head_size)  # [T, Hkv, D]
-        q, k = rl_attn.rotary(q, k, positions.flatten().long(), self.table)
+        q, k = rl_attn.ops.rotary(q, k, positions.flatten(), cos, sin, False)
         return q.reshape(query.shape), k.reshape(key.shape)
 
     forward_cpu = forward_cuda = forward_hip = forward_native

@@ -1,13 +1,14 @@
 """Entry point ``vllm.general_plugins``: loaded in every vLLM process, strict or not.
 
-It adds three things (a quantisation config, a weight-transfer backend, the reading of ``rl_strict`` in the engine's
-arguments) and replaces no operator: that happens inside a strict worker while it builds its model, see ``scope``.
+It adds four things (a quantisation config, a weight-transfer backend, the reading of ``rl_strict`` in the engine's
+arguments, the check of a request to such an engine) and replaces no operator: that happens inside a strict worker while
+it builds its model, see ``scope``.
 """
 
 import functools
 from typing import Any
 
-from rl_contract import MissingSupport
+from rl_contract import ContractError, MissingSupport
 
 TRANSFER_BACKEND = "vime_sync"
 
@@ -26,6 +27,7 @@ def register() -> None:
     config.register()
     _register_transfer()
     _wrap_engine_args()
+    _wrap_admission()
 
 
 def _register_transfer() -> None:
@@ -36,7 +38,7 @@ def _register_transfer() -> None:
 
 
 def _wrap_engine_args() -> None:
-    # vLLM offers no hook between its arguments and its configuration; this is the one function that is wrapped
+    # vLLM offers no hook between its arguments and its configuration
     from vllm.engine.arg_utils import EngineArgs
 
     stock = EngineArgs.create_engine_config
@@ -45,18 +47,47 @@ def _wrap_engine_args() -> None:
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rl_vllm.arguments import apply_strict
+        from rl_vllm.arguments import settle
         from rl_vllm.config import carried
         from rl_vllm.preflight import check_engine
 
         profile = carried(self.hf_overrides)
         if profile is None:
             return stock(self, *args, **kwargs)
-        apply_strict(self)
-        vllm_config = stock(self, *args, **kwargs)
-        model_config = vllm_config.model_config
-        check_engine(profile, model_config.hf_config, self.tensor_parallel_size, vllm_config=vllm_config)
+        found = settle(self)
+        try:
+            vllm_config = stock(self, *args, **kwargs)
+        except Exception as error:
+            # vLLM may refuse by itself what was asked beside us; all of it belongs into one error
+            if found:
+                raise ContractError(
+                    "; ".join(["strict engine preflight: " + found[0], *found[1:], str(error)])
+                ) from error
+            raise
+        hf_config = vllm_config.model_config.hf_config
+        check_engine(profile, hf_config, self.tensor_parallel_size, vllm_config=vllm_config, found=found)
         return vllm_config
 
     create_engine_config._rl_vllm = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+def _wrap_admission() -> None:
+    # logits processors are vLLM's own hook for this, but its V2 model runner has none, and with one an engine no longer
+    # schedules a step while the last one runs
+    from vllm import SamplingParams
+
+    stock = SamplingParams.verify
+    if getattr(stock, "_rl_vllm", False):
+        return
+
+    @functools.wraps(stock)
+    def verify(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if model_config.quantization == "rl_strict":
+            from rl_vllm.sampling import refuse
+
+            refuse(self)
+        return stock(self, model_config, *args, **kwargs)
+
+    verify._rl_vllm = True  # type: ignore[attr-defined]
+    SamplingParams.verify = verify  # type: ignore[method-assign]

@@ -1,10 +1,13 @@
 """Everything that can be known to be wrong before a weight is loaded, in one list."""
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_contract import ContractError, Profile
+from rl_contract import ContractError, MissingSupport, Profile
+from rl_vllm import platform
+from rl_vllm.arguments import pass_label, rewriting_passes, unsupported
 from rl_vllm.settings import ARCHITECTURES, hf_config_dict, settings_from_hf
 from vime_sync import ModelShape
 from vime_sync.shape import architectures
@@ -12,36 +15,24 @@ from vime_sync.shape import architectures
 # module, attribute path: what strict mode takes hold of; present or not, whatever the version says
 HOOKS = (
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    ("vllm.sampling_params", "SamplingParams.verify"),
     ("vllm.model_executor.layers.quantization", "register_quantization_config"),
     ("vllm.model_executor.custom_op", "op_registry_oot"),
     ("vllm.model_executor.custom_op", "PluggableLayer"),
     ("vllm.v1.attention.backends.registry", "register_backend"),
-    ("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CPU_ATTN"),
     ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
     ("vllm.model_executor.layers.rotary_embedding", "_ROPE_DICT"),
     ("vllm.v1.sample.sampler", "Sampler.compute_logprobs"),
     ("vllm.v1.sample.sampler", "Sampler.sample"),
     ("vllm.v1.sample.logits_processor", "LogitsProcessor.validate_params"),
     ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine"),
-    ("vllm.v1.worker.cpu_worker", "CPUWorker.load_model"),
-    ("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens"),
-)
-
-# compiler passes that put another kernel where two of ours stand; vLLM switches some of them on by itself on GPUs
-FUSIONS = (
-    "fuse_allreduce_rms",
-    "fuse_gemm_comms",
-    "fuse_attn_quant",
-    "enable_qk_norm_rope_fusion",
-    "fuse_rope_kvcache",
-    "fuse_qk_norm_rope_kvcache",
 )
 
 
-def missing_hooks() -> list[str]:
-    """Names of the hooks this vLLM lacks."""
+def missing_hooks(more: platform.Hooks = ()) -> list[str]:
+    """Names of the hooks this vLLM lacks, of those needed everywhere and of ``more``."""
     missing = []
-    for module, path in HOOKS:
+    for module, path in (*HOOKS, *more):
         try:
             found: Any = importlib.import_module(module)
             for part in path.split("."):
@@ -79,10 +70,11 @@ def engine_violations(profile: Profile, model: Any, tp: int, *, vllm_config: Any
     return found
 
 
-def check_engine(profile: Profile, model: Any, tp: int, *, vllm_config: Any = None) -> None:
-    """Raise one ContractError that lists every violation; see ``engine_violations``."""
-    if found := engine_violations(profile, model, tp, vllm_config=vllm_config):
-        raise ContractError("strict engine preflight: " + "; ".join(found))
+def check_engine(profile: Profile, model: Any, tp: int, *, vllm_config: Any = None, found: Iterable[str] = ()) -> None:
+    """Raise one ContractError that lists every violation; see ``engine_violations``. ``found``: those known already."""
+    every = dict.fromkeys([*found, *engine_violations(profile, model, tp, vllm_config=vllm_config)])
+    if every:
+        raise ContractError("strict engine preflight: " + "; ".join(every))
 
 
 def _model(profile: Profile, config: dict[str, Any], tp: int) -> list[str]:
@@ -120,46 +112,68 @@ def _model(profile: Profile, config: dict[str, Any], tp: int) -> list[str]:
 
 
 def _engine(profile: Profile, vllm_config: Any) -> list[str]:
-    from vllm.platforms import current_platform
+    import vllm.envs as envs
 
     found = []
+    settings = profile.settings
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    if not current_platform.is_cpu():
-        found.append(f"device {current_platform.device_type}: supported is vLLM's CPU build")
-    if profile.settings.arch != current_platform.device_type:
-        found.append(
-            f"the profile is for arch {profile.settings.arch!r}, the engine runs on {current_platform.device_type!r}"
-        )
+    try:
+        here, arch = platform.current(), platform.arch()
+    except MissingSupport as error:
+        return [str(error)]
+    if settings.arch != arch:
+        found.append(f"the profile is for arch {settings.arch!r}, the engine runs on {arch!r}")
     dtype = str(model.dtype).removeprefix("torch.")
-    if dtype != profile.settings.dtype:
-        found.append(f"dtype={dtype}, the profile has {profile.settings.dtype}: pass dtype={profile.settings.dtype!r}")
-    if profile.settings.attention != "segments":
-        found.append(f"attention={profile.settings.attention!r}: the paged CPU kernel serves 'segments'")
+    if dtype != settings.dtype:
+        found.append(f"dtype={dtype}, the profile has {settings.dtype}: pass dtype={settings.dtype!r}")
+    if here is platform.CUDA and dtype != "bfloat16":
+        found.append(f"dtype={dtype} on a GPU: supported is bfloat16")
+    found += _attention(profile, here, model)
     passes = vllm_config.compilation_config.pass_config
+    found += unsupported(
+        lora=vllm_config.lora_config,
+        speculative=vllm_config.speculative_config,
+        pipeline=parallel.pipeline_parallel_size,
+        expert=getattr(parallel, "enable_expert_parallel", False),
+    )
+    v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
     asked = {
-        "LoRA": vllm_config.lora_config is not None,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        f"pipeline parallel {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
-        "expert parallel": bool(getattr(parallel, "enable_expert_parallel", False)),
         "decode context parallel": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "prefill context parallel": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "sequence parallel": bool(getattr(passes, "enable_sp", False)),
-        **{f"the fusion pass {name}": bool(getattr(passes, name, False)) for name in FUSIONS},
+        "dual batch overlap": bool(getattr(parallel, "enable_dbo", False)),
+        **{pass_label(name): bool(getattr(passes, name)) for name in rewriting_passes(passes)},
         f"kv_cache_dtype={cache.cache_dtype}": cache.cache_dtype not in ("auto", dtype),
         "CPU offload of weights": bool(getattr(vllm_config, "offload_config", None) and _offloads(vllm_config)),
-        "the V2 model runner": bool(getattr(vllm_config, "use_v2_model_runner", False)),
+        "the V2 model runner on a CPU": v2 and here is platform.CPU,
         f"head_dtype={getattr(model, 'head_dtype', None)}": getattr(model, "head_dtype", model.dtype) != model.dtype,
         "a KV transfer connector": vllm_config.kv_transfer_config is not None,
+        "VLLM_BATCH_INVARIANT=1, which strict mode replaces,": bool(envs.VLLM_BATCH_INVARIANT),
     }
     found += [f"{what} is not supported: switch it off" for what, there in asked.items() if there]
     limit = getattr(model.hf_config, "max_position_embeddings", None)
     if limit and model.max_model_len > limit:
         found.append(f"max_model_len={model.max_model_len}: the position table has {limit} rows, use at most that")
-    if missing := missing_hooks():
+    if missing := missing_hooks(here.hooks):
         found.append("this vLLM lacks " + ", ".join(missing))
     from rl_vllm.scope import foreign_overrides
 
     return found + foreign_overrides()
+
+
+def _attention(profile: Profile, here: platform.Platform, model: Any) -> list[str]:
+    if profile.settings.attention == "segments":
+        return []
+    if here is platform.CPU:
+        return [f"attention={profile.settings.attention!r}: the paged CPU kernel serves 'segments'"]
+    from rl_attn.nosplit import library_for
+
+    try:
+        library = library_for(profile.settings.arch)
+    except ContractError as error:
+        return [str(error)]
+    if model.get_head_size() not in library.head_dims:
+        return [f"attention='nosplit' with head_dim {model.get_head_size()}: {library.id} serves {library.head_dims}"]
+    return []
 
 
 def _offloads(vllm_config: Any) -> bool:
@@ -175,15 +189,21 @@ def _checkpoint(folder: Path, shape: ModelShape) -> list[str]:
     if not files:
         return [f"{folder} holds no *.safetensors: convert the checkpoint to safetensors"]
     have: dict[str, tuple[int, ...]] = {}
+    types: dict[str, str] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                have |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                have |= {name: tuple(s.get_shape()) for name, s in slices.items()}
+                types |= {name: s.get_dtype() for name, s in slices.items()}
         except Exception as error:  # safetensors raises its own type for a broken header
             return [f"{file}: {error}"]
     want = dict(shape.hf_shapes())
     extra = set(have) - set(want) - ({"lm_head.weight"} if shape.tied else set())
     found = [f"checkpoint lacks {name}" for name in want if name not in have]
+    quantised = sorted({t for name, t in types.items() if name in want and t not in ("BF16", "F16", "F32")})
+    if quantised:
+        found.append(f"checkpoint holds weights as {', '.join(quantised)}: strict mode supports unquantised weights")
     found += [f"checkpoint has unknown {name}" for name in sorted(extra) if not name.endswith("rotary_emb.inv_freq")]
     found += [
         f"checkpoint has {name} of shape {have[name]}, needed is {shape_}"

@@ -53,15 +53,20 @@ def refusals(params: SamplingParams) -> list[str]:
     return found
 
 
+def refuse(params: SamplingParams) -> None:
+    """Raise vLLM's own error, which servers answer with 400, for a request that strict mode does not serve."""
+    if found := refusals(params):
+        raise VLLMValidationError(
+            "strict mode compares log-probabilities of the full softmax and refuses: " + "; ".join(found)
+        )
+
+
 class StrictSampling(LogitsProcessor):
     """Checks each request at admission. Changes no logits; with it, vLLM hands output tokens to the sampler."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        if found := refusals(sampling_params):
-            raise VLLMValidationError(
-                "strict mode compares log-probabilities of the full softmax and refuses: " + "; ".join(found)
-            )
+        refuse(sampling_params)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         pass

@@ -7,10 +7,10 @@ back when it stands, so an engine without our configuration, before or after, bu
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from rl_contract import Communicator, MissingSupport, Profile
-
-ATTENTION_PATH = "rl_vllm.attention.StrictAttentionBackend"
+from rl_contract import Communicator, MissingSupport, Profile, SingleRank
+from rl_vllm import platform
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,17 @@ class Strict:
 
     profile: Profile
     comm: Communicator
+
+
+def communicator(group: Any, profile: Profile) -> Communicator:
+    """The peers of one of vLLM's groups, in rank order, agreed on the profile, moving bytes where the layers live."""
+    if group.world_size == 1:
+        return SingleRank()
+    from rl_comm import TreeCommunicator
+
+    if platform.current() is platform.CPU:
+        return TreeCommunicator(group.cpu_group, identity=profile.fingerprint)
+    return TreeCommunicator(group.device_group, host_group=group.cpu_group, identity=profile.fingerprint)
 
 
 _active: Strict | None = None
@@ -55,7 +66,7 @@ def foreign_overrides() -> list[str]:
         for name in replacements()
         if name in op_registry_oot
     ]
-    member = AttentionBackendEnum.CPU_ATTN
+    member = AttentionBackendEnum[platform.current().backend]
     if member.is_overridden():
         found.append(f"attention backend {member.name} is already replaced by {member.get_path()}")
     return found
@@ -77,11 +88,13 @@ def building(strict: Strict) -> Iterator[None]:
     if foreign := foreign_overrides():
         raise MissingSupport("another plugin replaces what strict mode replaces: " + "; ".join(foreign))
     ours = replacements()
+    here = platform.current()
+    member = AttentionBackendEnum[here.backend]
     # get_rope keeps its modules for the whole process: a stock one must not be handed to a strict model
     stock_rope = dict(rotary_embedding._ROPE_DICT)
     rotary_embedding._ROPE_DICT.clear()
     selector._cached_get_attn_backend.cache_clear()
-    register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION_PATH)
+    register_backend(member, here.backend_path)
     op_registry_oot.update(ours)
     _active = strict
     try:
@@ -90,7 +103,7 @@ def building(strict: Strict) -> Iterator[None]:
         _active = None
         for name in ours:
             op_registry_oot.pop(name, None)
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+        member.clear_override()
         selector._cached_get_attn_backend.cache_clear()
         rotary_embedding._ROPE_DICT.clear()
         rotary_embedding._ROPE_DICT.update(stock_rope)

@@ -37,16 +37,24 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    # vLLM 0.24 constructs its engines without the configuration, the worker hands it in
+    vllm_config: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.received: dict[str, dict[str, str]] = {}
+        self._loaded = False
+        if self.vllm_config is not None:
+            self.bind(self.vllm_config)
+
+    def bind(self, vllm_config: Any) -> None:
+        """Learn what this engine serves."""
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
         config = hf_config_dict(self.model_config.hf_config)
         config.pop("quantization_config", None)
         self.shape = vime_sync.ModelShape.from_hf_config(config)
         self.tp = self.parallel_config.tensor_parallel_size
         self.tp_rank = self.parallel_config.rank % self.tp
-        self.received: dict[str, dict[str, str]] = {}
-        self._loaded = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -57,20 +65,24 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load a pushed directory.
+    def receive_weights(self, update_info: UpdateInfo, load_weights: Any = None) -> None:
+        """Load a pushed directory. ``load_weights``: what vLLM 0.24 hands in for an audited engine, inside its reload.
 
         Raises:
             ContractError: a missing, unknown, mis-shaped, mistyped or nonfinite tensor; nothing is written then.
         """
         expected = vime_sync.PolicyVersion.parse(update_info.version) if update_info.version else None
-        with vime_sync.read_weights(Path(update_info.path), expected) as weights:
+        # vLLM 0.24 calls this inside a context that makes new tensors on the device
+        with torch.device("cpu"), vime_sync.read_weights(Path(update_info.path), expected) as weights:
             vime_sync.layout.check_hf(weights, self.shape)
             self._check_types(weights)
             if profile_of(self.vllm_config) is not None:
                 self._copy(vime_sync.vllm_shards(weights, self.shape, self.tp_rank, self.tp))
             else:
-                self._reload(weights)
+                if load_weights is None:
+                    self._reload(weights)
+                else:
+                    load_weights(list(weights.items()))
                 shards = vime_sync.vllm_shards(weights, self.shape, self.tp_rank, self.tp)
                 self.received = {weights.algorithm: vime_sync.digests(weights.algorithm, shards)}
         self._loaded = True
@@ -81,6 +93,11 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Not the way this backend works: the trainer writes a directory (``vime_sync.write_weights``)."""
+        raise ContractError("vime_sync pushes a written directory; use vime_sync.write_weights and VllmEngineClient")
 
     def _check_types(self, weights: vime_sync.Weights) -> None:
         want = str(self.model_config.dtype).removeprefix("torch.")

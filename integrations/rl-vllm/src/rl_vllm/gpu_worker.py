@@ -1,0 +1,104 @@
+"""vLLM's GPU worker with a strict model inside: CUDA graphs counted, sleep and wake guarded, both model runners."""
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from rl_contract import ContractError
+from rl_vllm import graphs
+from rl_vllm.generators import make_seed_holders
+from rl_vllm.reporting import Reporting, StrictLoading
+
+
+class ReportingGPUWorker(Reporting, Worker):
+    _rl_asleep: frozenset[str] = frozenset()
+    _rl_trace: str | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        # before the first capture
+        graphs.count_graphs(torch.cuda.CUDAGraph)
+        super().load_model(**kwargs)
+
+    def compile_or_warm_up_model(self) -> Any:
+        result = super().compile_or_warm_up_model()
+        # what was launched to warm up and to capture belongs to no forward pass
+        self.rl_reset_launches()
+        return result
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        schedule = args[0] if args else kwargs["scheduler_output"]
+        if not schedule.total_num_scheduled_tokens:
+            return super().execute_model(*args, **kwargs)
+        self._rl_forwards += 1
+        if self._rl_trace is None:
+            return super().execute_model(*args, **kwargs)
+        from rl_vllm.trace import recording
+
+        path, self._rl_trace = self._rl_trace, None
+        with recording(path, self.model_runner.get_model()):
+            return super().execute_model(*args, **kwargs)
+
+    def rl_trace(self, path: str) -> None:
+        """Profile the next forward pass and write its trace to ``path`` + ``.rank``; see ``rl_vllm.trace``."""
+        self._rl_trace = f"{path}.{self.rank}"
+
+    def rl_report(self) -> dict[str, Any]:
+        return super().rl_report() | {"graphs": graphs.summary()}
+
+    def rl_launches(self) -> list[dict[str, Any]]:
+        return [*super().rl_launches(), *graphs.replayed()]
+
+    def rl_reset_launches(self) -> None:
+        super().rl_reset_launches()
+        graphs.reset_replays()
+
+    def sleep(self, level: int = 1) -> None:
+        super().sleep(level)
+        self._rl_asleep = frozenset({"weights", "kv_cache"})
+        if level >= 2:
+            self.rl_poison("sleep level 2 dropped its weights")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        self._rl_asleep = frozenset() if tags is None else self._rl_asleep - set(tags)
+
+    def rl_transfer(self, path: str, version: str) -> None:
+        # memory that is not mapped would end the process
+        if "weights" in self._rl_asleep:
+            raise ContractError("the weights are asleep; wake them (wake_up(tags=['weights'])) before a push")
+        super().rl_transfer(path, version)
+
+    def rl_shard_digests(self, algorithm: str = "sha256") -> tuple[int, dict[str, str]]:
+        if "weights" in self._rl_asleep:
+            raise ContractError("the weights are asleep; wake them (wake_up(tags=['weights'])) before reading them")
+        return super().rl_shard_digests(algorithm)
+
+
+class AuditGPUWorker(ReportingGPUWorker):
+    """vLLM's own operators, with the reports of a strict engine."""
+
+
+class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
+    """Builds the model out of strict layers and the sampler out of strict log-probabilities."""
+
+    def _install_sampler(self) -> None:
+        from rl_vllm.gpu_sampling import install
+
+        self._v2 = bool(getattr(self, "use_v2_model_runner", False))
+        self._draws = install(self.strict.profile, self.model_runner, self._v2)
+
+    def compile_or_warm_up_model(self) -> Any:
+        result = super().compile_or_warm_up_model()
+        self._draws.forget()
+        return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._v2:
+            make_seed_holders(self.model_runner)
+        return super().sample_tokens(*args, **kwargs)
+
+    def rl_report(self) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        self._draws.check()
+        return super().rl_report()

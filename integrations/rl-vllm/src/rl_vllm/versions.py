@@ -1,0 +1,84 @@
+"""Which weights made which token, on a vLLM that stamps none (0.24): counted where tokens are sampled.
+
+A worker sees each step's schedule, so it knows how many tokens of a request it has sampled, before the client has. At a
+push these numbers are the boundaries between versions; ``VersionLedger`` turns them into spans when a request ends.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vime_sync.spans import Span, spans_from_pauses
+
+FIRST_VERSION = "default"
+
+
+class SampledTokens:
+    """Tokens sampled of every request in flight, from the schedules a worker executes."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, int] = {}
+        # tokens before the last step that had the request, and the reach of that step
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def observe(self, schedule: Any) -> None:
+        """One executed ``SchedulerOutput``."""
+        scheduled: Mapping[str, int] = schedule.num_scheduled_tokens
+        for gone in schedule.finished_req_ids:
+            self._prompts.pop(gone, None)
+            self._last.pop(gone, None)
+        for new in schedule.scheduled_new_reqs:
+            prompt = len(new.prompt_token_ids or ())
+            # a request that comes back after a preemption is new to some runners, and brings its tokens
+            so_far = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids or ()) - prompt
+            self._prompts[new.req_id] = prompt
+            self._last[new.req_id] = (so_far, new.num_computed_tokens + scheduled.get(new.req_id, 0))
+        old = schedule.scheduled_cached_reqs
+        for name, computed, outputs in zip(old.req_ids, old.num_computed_tokens, old.num_output_tokens):
+            self._last[name] = (outputs, computed + scheduled.get(name, 0))
+
+    def counts(self) -> dict[str, int]:
+        """Tokens sampled so far, by the engine's own request id."""
+        return {
+            name: outputs + (reach >= self._prompts.get(name, 0) + outputs)
+            for name, (outputs, reach) in self._last.items()
+        }
+
+
+class VersionLedger:
+    """The versions of one engine's tokens, kept by its client."""
+
+    def __init__(self) -> None:
+        self.version = FIRST_VERSION
+        self._starts: dict[str, list[tuple[int, str]]] = {}
+
+    def push(self, version: str, sampled: Mapping[str, int]) -> None:
+        """``version`` serves from now on; ``sampled``: tokens that each request in flight had before."""
+        for request, count in sampled.items():
+            starts = self._starts.setdefault(request, [(0, self.version)])
+            starts.append((max(count, starts[-1][0]), version))
+        self.version = version
+
+    def spans(self, request: str, generated: int) -> tuple[Span, ...]:
+        """Spans of a finished request, which is forgotten; a request no push has met is of the serving version."""
+        starts = self._starts.pop(request, [(0, self.version)])
+        # tokens that were sampled, but thrown away with the request, are no tokens of its output
+        kept = [(min(at, generated), version) for at, version in starts]
+        return spans_from_pauses(kept, generated)
+
+
+def attach(engine: Any, spans: Callable[[str, int], tuple[Span, ...]]) -> None:
+    """Let ``engine.step`` (vLLM's ``LLMEngine``, this instance alone) put ``weight_versions`` on finished outputs."""
+    processor, stock = engine.output_processor, engine.step
+
+    def step() -> Any:
+        # outputs carry the caller's name of a request, workers the engine's own
+        names = {state.external_req_id: own for own, state in processor.request_states.items()}
+        outputs = stock()
+        for output in outputs:
+            if getattr(output, "finished", False) and len(output.outputs) == 1:
+                completion = output.outputs[0]
+                request = names.get(output.request_id, output.request_id)
+                completion.weight_versions = spans(request, len(completion.token_ids))
+        return outputs
+
+    engine.step = step
