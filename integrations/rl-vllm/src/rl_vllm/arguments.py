@@ -103,10 +103,19 @@ def settle(arguments: Any) -> list[str]:
         pipeline=arguments.pipeline_parallel_size,
         expert=arguments.enable_expert_parallel,
     )
-    problems += _quiet_compiler(arguments.compilation_config)
-    arguments.logits_processors = list(here.logits_processors) or None
+    # taken out, so that vLLM's own refusal of one of them does not hide what else is wrong
+    arguments.enable_lora = arguments.enable_expert_parallel = False
+    arguments.speculative_config, arguments.pipeline_parallel_size = None, 1
     profile = carried(arguments.hf_overrides)
     assert profile is not None
+    wanted = profile.settings.dtype
+    for field, fallback, fits in (("dtype", wanted, ("auto", wanted)), ("kv_cache_dtype", "auto", ("auto", wanted))):
+        given = str(getattr(arguments, field)).removeprefix("torch.")
+        if given not in fits:
+            problems.append(f"{field}={given}, the profile has {wanted}: pass {field}={fallback!r}")
+            setattr(arguments, field, fallback)
+    problems += _quiet_compiler(arguments.compilation_config)
+    arguments.logits_processors = list(here.logits_processors) or None
     # a path becomes the profile itself, so that workers on other hosts need no file
     arguments.hf_overrides = {**arguments.hf_overrides, **carrier(profile)}
     if arguments.dtype == "auto":

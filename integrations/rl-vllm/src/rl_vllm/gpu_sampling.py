@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 import rl_logprob
 from rl_contract import ContractError, Profile
+from rl_logprob.checks import row_temperature
 from rl_logprob.sampling import sample_op
 
 
@@ -68,10 +69,11 @@ class Draws:
         best = drawn = None
         if greedy is not False:
             zeros = torch.zeros_like(positions)
-            best = sample_op(logits, zeros, zeros, logits.new_empty(0), self.vocab_size, True)
+            one = row_temperature(1.0, len(logits), logits.device)
+            best = sample_op(logits, zeros, zeros, one, self.vocab_size, True)
         if greedy is not True:
             assert seeds is not None
-            scale = temperature if isinstance(temperature, Tensor) else logits.new_empty(0)
+            scale = row_temperature(temperature, len(logits), logits.device)
             drawn = sample_op(logits, seeds, positions, scale, self.vocab_size, False)
         chosen = best if drawn is None else drawn if best is None else torch.where(greedy, best, drawn)  # type: ignore[arg-type]
         assert chosen is not None

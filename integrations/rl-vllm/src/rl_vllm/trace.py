@@ -192,7 +192,7 @@ def check(traces: Iterable[Any], ours: Iterable[str] | None = None) -> list[Find
         every.append(found)
         if not found.ours:
             problems.append(
-                f"{where} shows no kernel of ours inside the model ({found.steps} passes): nothing is proved"
+                f"{where} shows no kernel of ours inside the model ({found.steps} passes) and proves nothing"
             )
         problems += [f"{where}: stock kernel {name} ran {n} times inside the model" for name, n in found.stock.items()]
     if problems:
