@@ -34,6 +34,7 @@ MOVES = {
         "full_like",
         "gather",
         "index",
+        "index_copy",
         "index_put",
         "index_select",
         "lift_fresh",

@@ -2,14 +2,13 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from rl_contract import ContractError
 from rl_megatron import LossConfig, cpu_device, group_advantages, grpo_loss
-from rl_megatron.loss import _pairwise, fixed_sum
-from rl_megatron.optimizer import _adamw, _leaf_parts, _square_sum, _State
+from rl_megatron.loss import exp_f64, fixed_sum, tree_total
+from rl_megatron.optimizer import _adamw, _Cut, _square_sums, _State
 
 
 def plain_loss(
@@ -85,7 +84,7 @@ def test_fixed_sum_is_a_balanced_tree(n: int) -> None:
     x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) * 1e8
     assert fixed_sum(x) == pytest.approx(math.fsum(x.tolist()), rel=1e-12, abs=1e-6)
     if n == 64:
-        assert _pairwise(x.numpy()) == _pairwise(np.array([_pairwise(x[:32].numpy()), _pairwise(x[32:].numpy())]))
+        assert tree_total(x) == tree_total(x[:32]) + tree_total(x[32:])
         assert fixed_sum(x) != sum(x.tolist()), "a left fold must show, or the order is not tested"
 
 
@@ -125,11 +124,22 @@ def test_layout_adamw_of_a_shard_is_the_shard_of_adamw() -> None:
 def test_layout_leaves_of_a_gradient_norm(fused: int) -> None:
     # rank r of t holds leaves [rG/t, (r+1)G/t); of [gate; up] each rank holds both halves' parts
     grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    whole = [_square_sum(p) for p in _leaf_parts(grad, 0, 8, fused)]
+    whole = _square_sums(grad, _Cut(0, 8, fused, True))
     for t in (2, 4, 8):
         shards = [torch.cat(parts) for parts in zip(*(h.chunk(t) for h in grad.chunk(fused)))]
-        got = [_square_sum(p) for s in shards for p in _leaf_parts(s, 0, 8 // t, fused)]
-        assert got == whole
+        assert torch.equal(torch.cat([_square_sums(s, _Cut(0, 8 // t, fused, True)) for s in shards]), whole)
+
+
+def test_exponential_is_the_named_primitive() -> None:
+    """The bits of rl_contract's exp2 at x log2(e), which the loss had before it could run on a GPU."""
+    from rl_contract.primitives import LOG2E, exp2_f64
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.randn(2001, dtype=torch.float64, generator=generator) * s for s in (1e-6, 1.0, 30.0)])
+    want = [exp2_f64(v * LOG2E) for v in x.tolist()]
+    assert exp_f64(x).tolist() == want
+    assert exp_f64(torch.tensor([0.0, float("nan")], dtype=torch.float64)).isnan().tolist() == [False, True]
+    torch.testing.assert_close(exp_f64(x), x.exp(), rtol=1e-14, atol=0)
 
 
 def test_cpu_answers_are_undone_also_after_an_error() -> None:

@@ -1,9 +1,9 @@
 """Samples packed one after another, the rows to score, and the split over context parallel ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -11,6 +11,9 @@ from torch import Tensor
 
 import rl_attn
 from rl_contract import Communicator, ContractError, TokenShards
+from rl_contract.devices import to_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ class RankBatch:
     rows: Tensor
     targets: Tensor
     slots: Tensor
+
+    def to(self, device: torch.device) -> "RankBatch":
+        """The same on ``device``; from the host without waiting."""
+        return RankBatch(**{f.name: to_device(getattr(self, f.name), device) for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,21 @@ class PackedBatch:
         if comm.world_size == 1:
             return None
         return TokenShards(comm, [self.for_rank(rank).slots for rank in range(self.cp)])
+
+    def on(self, rank: int, device: torch.device) -> RankBatch:
+        """``for_rank(rank)`` on ``device``, made once."""
+        return self.once(("rank", rank, device), lambda: self.for_rank(rank).to(device))
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returns, kept with the batch: every layer asks for the same."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: T = self._kept[key]
+        return kept
+
+    @cached_property
+    def _kept(self) -> dict[Hashable, Any]:
+        return {}
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Per-sample views of per-response-token values in packed order."""

@@ -1,7 +1,8 @@
-"""What Megatron-core asks of CUDA, answered on a machine without CUDA.
+"""What Megatron-core asks of CUDA, answered where the trainer runs on the CPU.
 
-Megatron-core calls ``torch.cuda.current_device()`` where it allocates on "the" device; on a CPU the answer is the CPU.
-No other module replaces a function of another library, and the replacement lives only inside ``cpu_device()``.
+Megatron-core calls ``torch.cuda.current_device()`` where it allocates on "the" device; for a trainer on the CPU the
+answer is the CPU. No other module replaces a function of another library, and the replacement lives only inside
+``cpu_device()``.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import torch
 
 _depth = 0
 _saved: dict[str, object] = {}
+_device = torch.device("cpu")
 
 
 def _current_device() -> torch.device:
@@ -25,9 +27,20 @@ ANSWERS = {"current_device": _current_device, "synchronize": _nothing}
 """``torch.cuda`` functions that are answered, by name."""
 
 
+def device() -> torch.device:
+    """Where this process's trainer computes; ``topology.start`` decides."""
+    return _device
+
+
+def use(device: torch.device) -> None:
+    """Set what ``device()`` answers."""
+    global _device
+    _device = device
+
+
 @contextmanager
 def cpu_device() -> Iterator[bool]:
-    """Answer ``torch.cuda`` queries with the CPU inside the block; nothing happens where CUDA is there.
+    """Answer ``torch.cuda`` queries with the CPU inside the block; nothing happens for a trainer on a GPU.
 
     Blocks may nest; the outermost one restores the functions, also after an exception.
 
@@ -35,7 +48,7 @@ def cpu_device() -> Iterator[bool]:
         True where the answers are installed.
     """
     global _depth
-    if torch.cuda.is_available():
+    if _device.type != "cpu":
         yield False
         return
     if _depth == 0:

@@ -218,7 +218,13 @@ class _VocabRows(torch.autograd.Function):
             local, mine, grad = (ctx.shards.gather(t) for t in (local, mine, grad))
         main_grad = main_grad_of(weight)
         total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if main_grad is None else main_grad
-        total.index_add_(0, local[mine], grad[mine].float())
+        if weight.is_cuda:
+            # neither the order of atomic additions nor a look at the mask is wanted there
+            from rl_megatron import triton_rows
+
+            triton_rows.add_rows(total, torch.where(mine, local, weight.shape[0]), grad)
+        else:
+            total.index_add_(0, local[mine], grad[mine].float())
         return None, total.to(weight.dtype) if main_grad is None else None, None, None, None
 
 

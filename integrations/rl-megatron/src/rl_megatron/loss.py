@@ -4,16 +4,19 @@ ratio = exp(logp - logp_old); loss of a token = -min(ratio A, clip(ratio) A) + k
 k3 = exp(ref - logp) - (ref - logp) - 1 (Schulman, "Approximating KL Divergence": KL(policy || reference)).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-import numba as nb
-import numpy as np
 import torch
 from torch import Tensor
 
 from rl_contract import ContractError
-from rl_contract.primitives import LOG2E, exp2_f64
+from rl_contract.devices import to_device
+
+_LOG2E = 1.4426950408889634
+# Taylor coefficients of exp(r ln 2), highest first: at |r| <= 0.5 the first omitted term is below 2**-60
+_EXP2 = [0.6931471805599453**k / math.factorial(k) for k in range(13, 0, -1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +34,31 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class Loss:
-    """``value`` is an fp64 scalar with gradient; the rest are sums over valid tokens, to be added over batches."""
+    """``value`` is an fp64 scalar with gradient; the rest are sums over valid tokens, to be added over batches.
+
+    ``sums`` is fp64 [4] on the device of the log-probabilities: policy, kl, ratio, clipped tokens. The named properties
+    wait for it.
+    """
 
     value: Tensor
     valid_count: int
-    clipped_count: int
-    policy_sum: float
-    kl_sum: float
-    ratio_sum: float
+    sums: Tensor
+
+    @property
+    def policy_sum(self) -> float:
+        return float(self.sums[0])
+
+    @property
+    def kl_sum(self) -> float:
+        return float(self.sums[1])
+
+    @property
+    def ratio_sum(self) -> float:
+        return float(self.sums[2])
+
+    @property
+    def clipped_count(self) -> int:
+        return int(self.sums[3])
 
 
 def grpo_loss(
@@ -56,7 +76,8 @@ def grpo_loss(
     Args:
         logprob: fp32 ``[n]``, with gradient.
         old_logprob, advantages: ``[n]``, fp32.
-        mask: bool ``[n]``; masked tokens add nothing to value and gradient, whatever they hold.
+        mask: bool ``[n]``; masked tokens add nothing to value and gradient, whatever they hold. On a GPU nothing waits
+            for the device if the mask lies on the CPU.
         denominator: valid tokens of the whole step, over all micro-batches; 0 where there is none, which gives a loss
         of 0.
         ref_logprob: fp32 ``[n]``; needed where ``config.kl_coef`` is above 0.
@@ -73,27 +94,26 @@ def grpo_loss(
     if config.kl_coef > 0 and ref_logprob is None:
         raise ContractError(f"kl_coef={config.kl_coef} needs ref_logprob; score the reference model or set kl_coef=0")
     # a masked token may hold anything, also a NaN: it leaves before any arithmetic
-    logp = logprob[mask].double()
-    gain = advantages[mask].double()
-    ratio = _Exp.apply(logp - old_logprob[mask].double())
+    valid = mask.nonzero().flatten()
+    kept = to_device(valid, logprob.device)
+    logp = logprob.index_select(0, kept).double()
+    gain = advantages[kept].double()
+    ratio = _Exp.apply(logp - old_logprob[kept].double())
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     free, held = ratio * gain, clipped * gain
     policy = -torch.where(free <= held, free, held)
     terms = policy
     kl = torch.zeros_like(policy)
     if ref_logprob is not None:
-        gap = ref_logprob[mask].double() - logp
+        gap = ref_logprob[kept].double() - logp
         kl = _Exp.apply(gap) - gap - 1.0
         if config.kl_coef > 0:
             terms = terms + config.kl_coef * kl
     value = _FixedSum.apply(terms) / max(denominator, 1.0)
     return Loss(
         value=value,
-        valid_count=int(mask.sum()),
-        clipped_count=int((held < free).sum()),
-        policy_sum=fixed_sum(policy),
-        kl_sum=fixed_sum(kl),
-        ratio_sum=fixed_sum(ratio),
+        valid_count=valid.numel(),
+        sums=torch.stack([tree_total(x.detach()) for x in (policy, kl, ratio, (held < free).double())]),
     )
 
 
@@ -116,44 +136,47 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     return centred.flatten().float()
 
 
+def tree_total(x: Tensor) -> Tensor:
+    """Sum of an fp64 vector by a balanced tree its length alone decides, on its device.
+
+    Neighbours are joined level by level, a last odd element moves up as it is.
+    """
+    if x.numel() == 0:
+        return x.new_zeros(())
+    while x.numel() > 1:
+        even = x.numel() // 2 * 2
+        joined = x[0:even:2] + x[1:even:2]
+        x = joined if even == x.numel() else torch.cat([joined, x[even:]])
+    return x[0].clone()
+
+
 def fixed_sum(x: Tensor) -> float:
-    """Sum of an fp64 vector in an order its length alone decides."""
-    return float(_pairwise(x.detach().cpu().numpy().astype(np.float64)))
+    """``tree_total`` as a number; waits for a GPU."""
+    return float(tree_total(x.detach().double()))
 
 
-@nb.njit(cache=True, nogil=True)
-def _pairwise(x: np.ndarray) -> float:
-    # balanced tree: neighbours are joined level by level, a last odd element moves up as it is
-    if x.size == 0:
-        return 0.0
-    level = x.copy()
-    n = level.size
-    while n > 1:
-        half = n // 2
-        for i in range(half):
-            level[i] = level[2 * i] + level[2 * i + 1]
-        if n % 2:
-            level[half] = level[n - 1]
-            n = half + 1
-        else:
-            n = half
-    return level[0]
+def exp_f64(x: Tensor) -> Tensor:
+    """e**x in fp64 by additions, multiplications and a power of two, each rounded by itself: one value on any device.
 
-
-@nb.njit(cache=True, nogil=True)
-def _exp(x: np.ndarray) -> np.ndarray:
-    out = np.empty_like(x)
-    for i in range(x.size):
-        out[i] = exp2_f64(x[i] * LOG2E)
-    return out
+    x is clamped to +-1000 / log2(e), which log-probabilities never see. NaN in gives NaN out.
+    """
+    x = (x * _LOG2E).clamp(-1000.0, 1000.0)
+    n = (x + 0.5).floor()
+    r = x - n
+    p = r * _EXP2[0] + _EXP2[1]
+    for c in (*_EXP2[2:], 1.0):
+        p = p * r + c
+    # a NaN must not reach the integer conversion, whose result would be undefined
+    exponent = torch.where(n == n, n, 0.0).to(torch.int64) + 1023
+    return p * (exponent << 52).view(torch.float64)
 
 
 class _Exp(torch.autograd.Function):
-    """e**x in fp64 by the named primitive, so that a value does not depend on its place in the vector."""
+    """e**x whose value does not depend on its place in the vector."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.from_numpy(_exp(x.detach().contiguous().cpu().numpy())).to(x.device)
+        y = exp_f64(x.detach())
         ctx.save_for_backward(y)
         return y
 
@@ -166,7 +189,7 @@ class _FixedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.shape = x.shape
-        return torch.tensor(fixed_sum(x), dtype=torch.float64, device=x.device)
+        return tree_total(x.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The stock ``GPTModel``, built for one checkpoint in one of two arms."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +10,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rl_contract import ContractError, Profile
+from rl_contract import ContractError, MissingSupport, Profile
+from rl_gemm.gpu import arch as gpu_arch
 from rl_logprob import padded_vocab_size
 from rl_megatron import layers, spec
 from rl_megatron.config import ModelConfig, ParallelConfig
-from rl_megatron.cpu_device import cpu_device
+from rl_megatron.cpu_device import cpu_device, device
 
 Mode = Literal["strict", "native"]
+Recompute = Literal["none", "full", "selective"]
+# what Megatron can compute again in a dense layer
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -29,17 +33,28 @@ class Built:
     parallel: ParallelConfig
     mode: Mode
     padded_vocab: int
+    recompute: Recompute = "none"
 
 
 def build_model(
-    hf_config: Mapping[str, Any], profile: Profile, parallel: ParallelConfig, *, mode: Mode = "strict"
+    hf_config: Mapping[str, Any],
+    profile: Profile,
+    parallel: ParallelConfig,
+    *,
+    mode: Mode = "strict",
+    recompute: Recompute = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
 ) -> GPTModel:
-    """Build this rank's part of the model; every weight is NaN until ``load_hf``.
+    """Build this rank's part of the model on ``topology.start``'s device; every weight is NaN until ``load_hf``.
 
-    ``topology.start`` must have run. ``mode="strict"`` uses the strict operators, ``"native"`` Megatron's own.
+    Args:
+        mode: ``strict`` uses the strict operators, ``native`` Megatron's own.
+        recompute: which activations the backward computes again: ``none``, ``full`` (every layer from its input) or
+            ``selective`` (``recompute_modules``, of ``core_attn``, ``layernorm``, ``mlp``). Bits stay as they are.
 
     Raises:
         ContractError: an unsupported config, cut or profile, all problems at once, before anything is allocated.
+        MissingSupport: recomputation on a CPU.
     """
     config = ModelConfig.from_hf(hf_config)
     config.check(profile, parallel)
@@ -47,6 +62,9 @@ def build_model(
         raise ContractError(f"mode={mode!r}, supported: 'strict', 'native'")
     if profile.settings.dtype not in DTYPES:
         raise ContractError(f"dtype={profile.settings.dtype!r}, supported by the trainer: {sorted(DTYPES)}")
+    place = device()
+    _check_device(place, profile, mode)
+    _check_recompute(recompute, recompute_modules, place)
     dtype = DTYPES[profile.settings.dtype]
     strict = mode == "strict"
     padded = (
@@ -56,7 +74,7 @@ def build_model(
     )
     with cpu_device():
         model = GPTModel(
-            config=_transformer_config(config, parallel, dtype, strict),
+            config=_transformer_config(config, parallel, dtype, strict, place, recompute, recompute_modules),
             transformer_layer_spec=spec.strict_block_spec(
                 profile, num_layers=config.num_layers, qk_norm=config.qk_norm, max_positions=config.max_positions
             )
@@ -69,7 +87,7 @@ def build_model(
             position_embedding_type="none" if strict else "rope",
             **({} if strict else _native_rope(config)),
         )
-    model.to(dtype)
+    model.to(place, dtype)
     if strict:
         model.embedding.word_embeddings = layers.StrictEmbedding(model.embedding.word_embeddings, profile.settings)
         model.output_layer = layers.StrictHead(model.output_layer, profile.settings)
@@ -77,7 +95,9 @@ def build_model(
         _mark_shard(name, parameter)
         # a weight that loading forgets must be noticed
         parameter.data.fill_(float("nan"))
-    model.rl = Built(config=config, profile=profile, parallel=parallel, mode=mode, padded_vocab=padded)
+    model.rl = Built(
+        config=config, profile=profile, parallel=parallel, mode=mode, padded_vocab=padded, recompute=recompute
+    )
     return model
 
 
@@ -140,10 +160,48 @@ def _native_rope(config: ModelConfig) -> dict[str, Any]:
     return rope | {"rope_scaling": True, "rope_scaling_factor": float(rule["factor"])}
 
 
+def _check_device(place: torch.device, profile: Profile, mode: Mode) -> None:
+    wanted = profile.settings.arch
+    found = "cpu"
+    if place.type == "cuda":
+        # the native arm runs on any GPU
+        found = gpu_arch(place.index or 0) if mode == "strict" or wanted == "cpu" else wanted
+    if wanted != found:
+        raise ContractError(
+            f"the profile is for arch={wanted!r}, the trainer runs on {place} ({found}); build the profile for this "
+            "device, or pass another device= to topology.start or TrainerRank"
+        )
+
+
+def _check_recompute(recompute: str, modules: Sequence[str], place: torch.device) -> None:
+    unknown = sorted(set(modules) - set(RECOMPUTE_MODULES))
+    if recompute not in ("none", "full", "selective") or unknown or not modules:
+        raise ContractError(
+            f"recompute={recompute!r} of {list(modules)}; supported: 'none', 'full', or 'selective' of some of "
+            f"{RECOMPUTE_MODULES}"
+        )
+    if recompute != "none" and place.type == "cpu":
+        raise MissingSupport(
+            f"recompute={recompute!r} on a CPU: Megatron's checkpointing keeps CUDA's random state; use 'none'"
+        )
+
+
 def _transformer_config(
-    config: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, strict: bool
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    strict: bool,
+    place: torch.device,
+    recompute: Recompute,
+    recompute_modules: Sequence[str],
 ) -> TransformerConfig:
+    again: dict[str, Any] = {}
+    if recompute == "full":
+        again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute == "selective":
+        again = {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
     return TransformerConfig(
+        **again,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,
@@ -164,7 +222,7 @@ def _transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=place.type == "cpu",
         perform_initialization=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -2,23 +2,28 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_contract import ContractError
 from rl_megatron import topology
-from rl_megatron.loss import _pairwise, fixed_sum
+from rl_megatron.loss import fixed_sum
 from rl_megatron.model import shard_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW as in torch; ``weight_decay`` leaves vectors alone, ``clip_grad=0`` turns clipping off."""
+    """AdamW as in torch; ``weight_decay`` leaves vectors alone, ``clip_grad=0`` turns clipping off.
 
+    ``kind`` is ``strict`` (``StrictOptimizer``) or ``megatron`` (``MegatronOptimizer``, GPUs only); ``distributed``
+    is Megatron's distributed optimizer.
+    """
+
+    kind: Literal["strict", "megatron"] = "strict"
+    distributed: bool = False
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -36,6 +41,43 @@ class OptimizerConfig:
             and self.clip_grad >= 0
         ):
             raise ContractError(f"{self}; supported: lr, weight_decay, clip_grad >= 0, betas in [0, 1), eps > 0")
+        if self.kind not in ("strict", "megatron") or (self.distributed and self.kind != "megatron"):
+            raise ContractError(
+                f"{self}; supported: kind 'strict' or 'megatron', and distributed=True only with 'megatron'"
+            )
+
+
+class Optimizer(Protocol):
+    """What a trainer asks of an optimizer."""
+
+    steps: int
+
+    def zero_grad(self) -> None: ...
+
+    def collect(self) -> None:
+        """Take over what a backward left; call after each."""
+        ...
+
+    def step(self) -> dict[str, Any]:
+        """Reduce over ranks, clip, update; ``grad_norm`` before clipping, ``clip_coef`` and ``skipped``."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def make_optimizer(model: GPTModel, config: OptimizerConfig) -> Optimizer:
+    """The optimizer that ``config.kind`` names.
+
+    Raises:
+        MissingSupport: Megatron's own on a CPU.
+    """
+    if config.kind == "megatron":
+        from rl_megatron.megatron_optimizer import MegatronOptimizer
+
+        return MegatronOptimizer(model, config)
+    return StrictOptimizer(model, config)
 
 
 @dataclass
@@ -67,15 +109,15 @@ class StrictOptimizer:
             setattr(parameter, "main_grad", zeros[0])  # noqa: B010 - Parameter declares no such attribute
 
     def zero_grad(self) -> None:
+        torch._foreach_zero_([state.grad for state in self._states.values()])
         for state in self._states.values():
-            state.grad.zero_()
             state.parameter.grad = None
 
     def collect(self) -> None:
         """Add gradients that autograd left in ``.grad`` to ``main_grad``; call after each backward."""
         for state in self._states.values():
             if state.parameter.grad is not None:
-                state.grad.add_(state.parameter.grad.float())
+                state.grad.add_(state.parameter.grad)
                 state.parameter.grad = None
 
     def reduce(self) -> None:
@@ -102,21 +144,30 @@ class StrictOptimizer:
         fp64 by a tree its size alone decides, leaves and parameters likewise, so the bits are those of one rank.
         """
         comm = topology.tensor_parallel()
-        totals = []
-        for name, state in self._states.items():
-            dim = shard_dim(name)
-            grad = state.grad
-            leaves = 1 if dim is None else math.gcd(self.leaves, grad.shape[dim] * comm.world_size)
-            if dim is None or leaves % comm.world_size:
-                totals.append(_square_sum(grad))
-                continue
-            fused = 2 if name.endswith("linear_fc1.weight") else 1
-            mine = torch.tensor(
-                [_square_sum(part) for part in _leaf_parts(grad, dim, leaves // comm.world_size, fused)],
-                dtype=torch.float64,
-            )
-            totals.append(fixed_sum(comm.all_gather(mine)))
+        cuts = [_Cut.of(name, state.grad, self.leaves, comm.world_size) for name, state in self._states.items()]
+        sums = self._square_sums(cuts)
+        joined = comm.all_gather(torch.cat([x for cut, x in zip(cuts, sums) if cut.shared] or [sums[0][:0]])[None])
+        everyone, sums = joined.cpu(), [x.cpu() for x in torch.cat(sums).cpu().split([len(x) for x in sums])]
+        totals, at = [], 0
+        for cut, mine in zip(cuts, sums):
+            if cut.shared:
+                mine = everyone[:, at : at + cut.mine].reshape(-1)
+                at += cut.mine
+            totals.append(fixed_sum(mine))
         return math.sqrt(fixed_sum(torch.tensor(totals, dtype=torch.float64)))
+
+    def _square_sums(self, cuts: list["_Cut"]) -> list[Tensor]:
+        """fp64 [this rank's leaves] of every parameter, on its device."""
+        grads = [state.grad for state in self._states.values()]
+        if not grads[0].is_cuda:
+            return [_square_sums(grad, cut) for cut, grad in zip(cuts, grads)]
+        from rl_megatron import triton_optimizer
+
+        out = torch.empty(sum(cut.mine for cut in cuts), dtype=torch.float64, device=grads[0].device)
+        sums = list(out.split([cut.mine for cut in cuts]))
+        for cut, grad, target in zip(cuts, grads, sums):
+            triton_optimizer.square_sums(grad, target, cut.dim, cut.fused)
+        return sums
 
     def step(self) -> dict[str, Any]:
         """Reduce, clip and update; masters are rounded once to the model's type.
@@ -136,12 +187,8 @@ class StrictOptimizer:
         root2 = math.sqrt(1 - b2**self.steps)
         with torch.no_grad():
             for state in self._states.values():
-                grad = state.grad
-                if coef < 1.0:
-                    grad.mul_(coef)
-                decay = c.weight_decay if grad.dim() > 1 else 0.0
-                _adamw(state, grad, b1, b2, size, root2, c.eps, 1.0 - c.lr * decay)
-                state.parameter.copy_(state.master)
+                decay = c.weight_decay if state.grad.dim() > 1 else 0.0
+                _update(state, coef, b1, b2, size, root2, c.eps, 1.0 - c.lr * decay)
         return {"grad_norm": norm, "clip_coef": coef, "skipped": False}
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,6 +217,23 @@ class StrictOptimizer:
                 s.parameter.copy_(s.master)
 
 
+def _update(
+    state: _State, coef: float, b1: float, b2: float, size: float, root2: float, eps: float, keep: float
+) -> None:
+    if state.grad.is_cuda:
+        from rl_megatron import triton_optimizer
+
+        step = triton_optimizer.Step(coef=coef, b1=b1, b2=b2, size=size, root2=root2, eps=eps)
+        triton_optimizer.adamw(
+            state.master, state.exp_avg, state.exp_avg_sq, state.grad, state.parameter.data, step, keep
+        )
+        return
+    if coef < 1.0:
+        state.grad.mul_(coef)
+    _adamw(state, state.grad, b1, b2, size, root2, eps, keep)
+    state.parameter.copy_(state.master)
+
+
 def _adamw(
     state: _State, grad: Tensor, b1: float, b2: float, size: float, root2: float, eps: float, keep: float
 ) -> None:
@@ -184,11 +248,32 @@ def _adamw(
     state.master.sub_((m / denominator).mul_(size))
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """How the gradient norm cuts a parameter: ``mine`` leaves on this rank along ``dim``; ``shared`` with the TP peers.
+
+    Of [gate; up], ``fused`` 2, a leaf is the same slice of both halves.
+    """
+
+    dim: int | None
+    mine: int
+    fused: int
+    shared: bool
+
+    @classmethod
+    def of(cls, name: str, grad: Tensor, leaves: int, world_size: int) -> "_Cut":
+        dim = shard_dim(name)
+        total = 1 if dim is None else math.gcd(leaves, grad.shape[dim] * world_size)
+        if dim is None or total % world_size:
+            return cls(None, 1, 1, False)
+        return cls(dim, total // world_size, 2 if name.endswith("linear_fc1.weight") else 1, True)
+
+
 def _leaf_parts(grad: Tensor, dim: int, count: int, fused: int) -> list[Tensor]:
-    # of [gate; up] a leaf is the same slice of both halves
     halves = grad.chunk(fused, dim)
     return [torch.cat(parts, dim) for parts in zip(*(h.chunk(count, dim) for h in halves))]
 
 
-def _square_sum(x: Tensor) -> float:
-    return float(_pairwise(np.square(x.detach().contiguous().flatten().cpu().numpy().astype(np.float64))))
+def _square_sums(grad: Tensor, cut: _Cut) -> Tensor:
+    parts = [grad] if cut.dim is None else _leaf_parts(grad, cut.dim, cut.mine, cut.fused)
+    return torch.tensor([fixed_sum(part.flatten().double().square()) for part in parts], dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Log-probabilities of response tokens: one function for scoring and for training, so that both give the same bits."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -10,7 +10,7 @@ import rl_logprob
 from rl_contract import Communicator, ContractError
 from rl_megatron import native, tokens, topology
 from rl_megatron.batch import PackedBatch, RankBatch, StrictPackedSeqParams
-from rl_megatron.cpu_device import cpu_device
+from rl_megatron.cpu_device import cpu_device, device
 
 
 def logprobs(
@@ -31,8 +31,21 @@ def logprobs(
     return batch.split(out)
 
 
-def token_logprobs(model: GPTModel, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False) -> Any:
-    """As ``logprobs``, packed: fp32 ``[response tokens]`` (and the entropies)."""
+def token_logprobs(
+    model: GPTModel,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    nonfinite: Literal["raise", "nan"] = "raise",
+    keep_logits: int = 0,
+) -> Any:
+    """As ``logprobs``, packed: fp32 ``[response tokens]`` (and the entropies), on the model's device.
+
+    Args:
+        nonfinite: on a GPU ``raise`` waits for the device; ``nan`` does not, and the caller looks later.
+        keep_logits: see ``rl_logprob.linear_logprob``.
+    """
     built = model.rl
     if batch.cp != built.parallel.cp:
         raise ContractError(
@@ -43,9 +56,9 @@ def token_logprobs(model: GPTModel, batch: PackedBatch, *, temperature: float = 
             f"temperature={temperature}, supported: above 0; give that of the rollout's log-probabilities"
         )
     comm = topology.context_parallel()
-    mine = batch.for_rank(comm.rank)
+    mine = batch.on(comm.rank, device())
     with cpu_device():
-        scored = _score(model, batch, mine, temperature, with_entropy)
+        scored = _score(model, batch, mine, temperature, with_entropy, nonfinite, keep_logits)
         if comm.world_size == 1:
             return scored
         if with_entropy:
@@ -53,13 +66,21 @@ def token_logprobs(model: GPTModel, batch: PackedBatch, *, temperature: float = 
         return _GatherSlots.apply(scored, batch, comm)
 
 
-def _score(model: GPTModel, batch: PackedBatch, mine: RankBatch, temperature: float, with_entropy: bool) -> Any:
+def _score(
+    model: GPTModel,
+    batch: PackedBatch,
+    mine: RankBatch,
+    temperature: float,
+    with_entropy: bool,
+    nonfinite: str,
+    keep_logits: int,
+) -> Any:
     built = model.rl
-    hidden = _decode(model, batch, mine)
+    scored = _TakeRows.apply(_decode(model, batch, mine), mine.rows)
     settings = built.profile.settings
     if built.mode == "native":
         return native.token_logprobs(
-            hidden[mine.rows],
+            scored,
             mine.targets,
             vocab_size=settings.vocab_size,
             temperature=temperature,
@@ -67,7 +88,7 @@ def _score(model: GPTModel, batch: PackedBatch, mine: RankBatch, temperature: fl
         )
     score: Any = rl_logprob.linear_logprob
     return score(
-        hidden[mine.rows],
+        scored,
         _head_weight(model),
         mine.targets,
         vocab_size=settings.vocab_size,
@@ -76,8 +97,25 @@ def _score(model: GPTModel, batch: PackedBatch, mine: RankBatch, temperature: fl
         comm=topology.tensor_parallel(),
         leaves=settings.leaves,
         return_entropy=with_entropy,
-        tokens=batch.scored_shards(topology.context_parallel()),
+        tokens=batch.once("scored", lambda: batch.scored_shards(topology.context_parallel())),
+        nonfinite=nonfinite,
+        keep_logits=keep_logits,
     )
+
+
+class _TakeRows(torch.autograd.Function):
+    """x[rows] for distinct rows; backward writes each gradient to its place, nothing is added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, rows, grads[0]), None
 
 
 def _decode(model: GPTModel, batch: PackedBatch, mine: RankBatch) -> Tensor:
@@ -93,7 +131,9 @@ def _decode(model: GPTModel, batch: PackedBatch, mine: RankBatch) -> Tensor:
         batch=batch,
     )
     strict = model.rl.mode == "strict"
-    shards = batch.token_shards(topology.context_parallel()) if strict and torch.is_grad_enabled() else None
+    shards = None
+    if strict and torch.is_grad_enabled():
+        shards = batch.once("tokens", lambda: batch.token_shards(topology.context_parallel()))
     tokens.enter(shards)
     out = model(
         input_ids=mine.token_ids[None],
@@ -116,7 +156,7 @@ class _GatherSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, batch: PackedBatch, comm: Communicator) -> Tensor:
-        slots = [batch.for_rank(r).slots for r in range(comm.world_size)]
+        slots = [batch.on(r, values.device).slots for r in range(comm.world_size)]
         ctx.slots = slots[comm.rank]
         longest = max(s.numel() for s in slots)
         padded = torch.zeros(longest, dtype=values.dtype, device=values.device)

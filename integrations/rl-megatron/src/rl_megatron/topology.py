@@ -1,12 +1,18 @@
 """Process groups of one trainer: Megatron's parallel state over torch.distributed, and a communicator per group."""
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_comm import TreeCommunicator
-from rl_contract import Communicator, ContractError, SingleRank
+from rl_contract import Communicator, ContractError, MissingSupport, SingleRank
 from rl_megatron.config import ParallelConfig
+from rl_megatron.cpu_device import device as current_device
+from rl_megatron.cpu_device import use as use_device
 
 _communicators: dict[int, tuple[object, Communicator]] = {}
 
@@ -32,15 +38,26 @@ def context_parallel() -> Communicator:
     return communicator(parallel_state.get_context_parallel_group())
 
 
-def start(rank: int, parallel: ParallelConfig, init_method: str) -> None:
+def start(
+    rank: int,
+    parallel: ParallelConfig,
+    init_method: str,
+    *,
+    device: str | torch.device = "cpu",
+    share_gpu: bool = False,
+) -> None:
     """Join the process group and build Megatron's parallel state.
 
     Args:
         rank: this process, 0 to ``parallel.world_size - 1``; tensor parallel ranks are neighbours.
         init_method: a torch.distributed URL, ``tcp://host:port`` or ``file:///path``.
+        device: ``cpu``, ``cuda`` (the rank-th GPU this process sees, or the only one) or ``cuda:N``.
+        share_gpu: let several ranks use one GPU. NCCL can't, so bytes then move through the host, which is slow.
 
     Raises:
-        ContractError: the rank is outside the world, or another parallel state is alive in this process.
+        ContractError: the rank is outside the world, another parallel state is alive in this process, or two ranks
+            have one GPU without ``share_gpu``; the last on every rank.
+        MissingSupport: a device that is not there.
     """
     if not 0 <= rank < parallel.world_size:
         raise ContractError(
@@ -50,14 +67,53 @@ def start(rank: int, parallel: ParallelConfig, init_method: str) -> None:
         raise ContractError(
             "this process already holds a Megatron parallel state; call topology.stop() or use a fresh process"
         )
+    place = _resolve(device, rank, parallel.world_size)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    use_device(place)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        nccl = place.type == "cuda" and not share_gpu
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=parallel.world_size)
+    if place.type == "cuda" and not share_gpu and parallel.world_size > 1:
+        _refuse_one_gpu_for_two(place)
+    groups: dict[str, Any] = {"create_gloo_process_groups": False}
+    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         context_parallel_size=parallel.cp,
-        create_gloo_process_groups=False,
+        **{name: value for name, value in groups.items() if name in known},
     )
+
+
+def transports() -> dict[str, str]:
+    """What moves the bytes of each group, on this device; a world of one moves none."""
+    on_gpu = current_device().type == "cuda"
+    return {
+        name: comm.device_transport if on_gpu else comm.transport
+        for name, comm in (("tp", tensor_parallel()), ("cp", context_parallel()))
+        if isinstance(comm, TreeCommunicator)
+    }
+
+
+def agree(what: Mapping[str, object]) -> None:
+    """Compare ``what`` over all ranks of the world, on the host.
+
+    Raises:
+        ContractError: on every rank, naming the first rank that differs, and in what.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(what))
+    problems = [
+        f"rank {rank} has {name}={theirs.get(name)!r}, rank 0 {everyone[0].get(name)!r}"
+        for rank, theirs in enumerate(everyone)
+        for name in sorted(everyone[0].keys() | theirs.keys())
+        if theirs.get(name) != everyone[0].get(name)
+    ]
+    if problems:
+        raise ContractError(f"ranks of one trainer differ: {'; '.join(problems[:8])}; start all ranks alike")
 
 
 def stop() -> None:
@@ -67,3 +123,39 @@ def stop() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    use_device(torch.device("cpu"))
+
+
+def _resolve(device: str | torch.device, rank: int, world_size: int) -> torch.device:
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ContractError(f"device={device!r}; supported: 'cpu', 'cuda', 'cuda:N'") from error
+    if place.type == "cpu":
+        return torch.device("cpu")
+    if place.type != "cuda":
+        raise ContractError(f"device={device!r}; supported: 'cpu', 'cuda', 'cuda:N'")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise MissingSupport(f"device={device!r}, but torch sees no GPU; use device='cpu' or a machine with one")
+    if place.index is None:
+        # a launcher may show each process one GPU only
+        place = torch.device("cuda", rank if count >= world_size else rank % count)
+    if place.index >= count:
+        raise MissingSupport(f"device={str(place)!r}, torch sees {count} GPU(s); use cuda:0 to cuda:{count - 1}")
+    return place
+
+
+def _refuse_one_gpu_for_two(place: torch.device) -> None:
+    mine = str(getattr(torch.cuda.get_device_properties(place), "uuid", place))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, found in enumerate(everyone):
+        first = everyone.index(found)
+        if first != rank:
+            dist.destroy_process_group()
+            use_device(torch.device("cpu"))
+            raise ContractError(
+                f"ranks {first} and {rank} have one GPU ({found}); give each rank its own, or share_gpu=True, "
+                "which moves bytes through the host"
+            )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import megatron.core
 import numpy as np
@@ -12,14 +12,16 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_contract import ContractError, Profile, launches
+from rl_contract.devices import to_device
 from rl_megatron import checkpoint, topology
 from rl_megatron.batch import PackedBatch, micro_batches
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
-from rl_megatron.loss import LossConfig, fixed_sum, grpo_loss
-from rl_megatron.model import Mode, build_model, module_classes
+from rl_megatron.cpu_device import device as current_device
+from rl_megatron.loss import Loss, LossConfig, fixed_sum, grpo_loss
+from rl_megatron.model import Mode, Recompute, build_model, module_classes
 from rl_megatron.native import native_substitutions
-from rl_megatron.optimizer import OptimizerConfig, StrictOptimizer
+from rl_megatron.optimizer import Optimizer, OptimizerConfig, make_optimizer
 from rl_megatron.scoring import token_logprobs
 
 
@@ -36,6 +38,9 @@ class TrainerRank:
         optimizer, loss: hyper-parameters.
         token_budget: most tokens of a micro-batch; None packs everything at once.
         threads: torch's threads in this process; None leaves them.
+        device, share_gpu: see ``topology.start``.
+        recompute, recompute_modules: see ``build_model``.
+        keep_logits: bytes of GPU memory in which the head's fp32 logits may wait for the backward.
 
     Nothing heavy happens before ``init``, so an instance can be made anywhere.
     """
@@ -53,6 +58,11 @@ class TrainerRank:
         loss: LossConfig | None = None,
         token_budget: int | None = None,
         threads: int | None = 1,
+        device: str = "cpu",
+        share_gpu: bool = False,
+        recompute: Recompute = "none",
+        recompute_modules: Sequence[str] = ("core_attn",),
+        keep_logits: int = 4 << 30,
     ) -> None:
         self.rank = rank
         self.init_method = init_method
@@ -64,8 +74,13 @@ class TrainerRank:
         self.loss_config = loss or LossConfig()
         self.token_budget = token_budget
         self.threads = threads
+        self.device = device
+        self.share_gpu = share_gpu
+        self.recompute = recompute
+        self.recompute_modules = tuple(recompute_modules)
+        self.keep_logits = keep_logits
         self._model: GPTModel | None = None
-        self._optimizer: StrictOptimizer | None = None
+        self._optimizer: Optimizer | None = None
         self._reference: list[Tensor] | None = None
         self._hf_config: dict[str, Any] = {}
 
@@ -79,16 +94,37 @@ class TrainerRank:
         ModelConfig.from_hf(self._hf_config).check(self.profile, self.parallel)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        topology.start(self.rank, self.parallel, self.init_method)
+        topology.start(self.rank, self.parallel, self.init_method, device=self.device, share_gpu=self.share_gpu)
         try:
-            self._model = build_model(self._hf_config, self.profile, self.parallel, mode=self.mode)
+            topology.agree(self._identity())
+            self._model = build_model(
+                self._hf_config,
+                self.profile,
+                self.parallel,
+                mode=self.mode,
+                recompute=self.recompute,
+                recompute_modules=self.recompute_modules,
+            )
             checkpoint.load_hf(self._model, self.hf_path)
+            self._model.train()
+            self._optimizer = make_optimizer(self._model, self.optimizer_config)
         except BaseException:
             self.close()
             raise
-        self._model.train()
-        self._optimizer = StrictOptimizer(self._model, self.optimizer_config)
         return self.report()
+
+    def _identity(self) -> dict[str, object]:
+        """What all ranks must have alike."""
+        return {
+            "profile": self.profile.fingerprint,
+            "parallel": self.parallel,
+            "mode": self.mode,
+            "optimizer": self.optimizer_config,
+            "loss": self.loss_config,
+            "token_budget": self.token_budget,
+            "device": torch.device(self.device).type,
+            "config.json": self._hf_config,
+        }
 
     def logprobs(
         self, samples: Sequence[Any], *, temperature: float = 1.0, with_entropy: bool = False
@@ -98,16 +134,21 @@ class TrainerRank:
         Args:
             samples: ``Sample``, mappings or ``(prompt, response[, mask])``, see ``rl_megatron.Sample.of``.
         """
-        values: list[np.ndarray] = []
-        entropies: list[np.ndarray] = []
+        batches = self._batches(samples)
+        found: list[tuple[Tensor, ...]] = []
         with torch.no_grad():
-            for batch in self._batches(samples):
-                out = token_logprobs(self.model, batch, temperature=temperature, with_entropy=with_entropy)
-                logp = out[0] if with_entropy else out
-                values += [v.numpy() for v in batch.split(logp)]
-                if with_entropy:
-                    entropies += [v.numpy() for v in batch.split(out[1])]
-        return (values, entropies) if with_entropy else values
+            for batch in batches:
+                out = token_logprobs(
+                    self.model, batch, temperature=temperature, with_entropy=with_entropy, nonfinite=self._nonfinite
+                )
+                found.append(out if with_entropy else (out,))
+        # nothing has waited for the device until here
+        values, *rest = (
+            [v.numpy() for batch, part in zip(batches, column) for v in batch.split(part.cpu())]
+            for column in zip(*found)
+        )
+        self._refuse_nan(values)
+        return (values, rest[0]) if with_entropy else values
 
     def keep_reference(self) -> None:
         """Take the present weights as the reference policy of ``reference_logprobs`` and of the KL term."""
@@ -149,44 +190,71 @@ class TrainerRank:
         self._check_step(batches, advantages, old_logprobs, ref_logprobs)
         total = sum(int(b.loss_mask.sum()) for b in batches)
         self.optimizer.zero_grad()
-        losses, logps = [], []
+        losses: list[Loss] = []
+        found: list[Tensor] = []
         start = 0
         for batch in batches:
             end = start + len(batch.samples)
-            lengths = torch.tensor(batch.response_lengths)
-            logp = token_logprobs(self.model, batch, temperature=temperature)
-            loss = grpo_loss(
-                logp,
-                _flat(old_logprobs[start:end]),
-                torch.tensor(advantages[start:end], dtype=torch.float32).repeat_interleave(lengths),
-                batch.loss_mask,
-                denominator=total,
-                ref_logprob=None if ref_logprobs is None else _flat(ref_logprobs[start:end]),
-                config=self.loss_config,
+            given = [_flat(old_logprobs[start:end]), _per_token(advantages[start:end], batch)]
+            given += [] if ref_logprobs is None else [_flat(ref_logprobs[start:end])]
+            old, gains, *ref = (to_device(x, current_device()) for x in given)
+            logp = token_logprobs(
+                self.model, batch, temperature=temperature, nonfinite=self._nonfinite, keep_logits=self._keep_logits
             )
+            loss = grpo_loss(
+                logp, old, gains, batch.loss_mask, denominator=total, ref_logprob=ref[0] if ref else None,
+                config=self.loss_config,
+            )  # fmt: skip
             if loss.valid_count:
                 with cpu_device():
                     loss.value.backward()
                 self.optimizer.collect()
             losses.append(loss)
-            logps += [v.numpy() for v in batch.split(logp.detach())]
+            found.append(logp.detach())
             start = end
+        # nothing has waited for the device until here
+        logps = [v.numpy() for batch, part in zip(batches, found) for v in batch.split(part.cpu())]
+        self._refuse_nan(logps)
         update = self.optimizer.step() if total else {"grad_norm": 0.0, "clip_coef": 1.0, "skipped": True}
-        count = max(total, 1)
+        sums = torch.stack([x.sums for x in losses]).cpu().tolist()
+        policy, kl, ratio, clipped = (sum(column) / max(total, 1) for column in zip(*sums))
         return {
             "loss": fixed_sum(torch.stack([x.value.detach() for x in losses])),
-            "policy_loss": sum(x.policy_sum for x in losses) / count,
-            "kl": sum(x.kl_sum for x in losses) / count,
-            "ratio_mean": sum(x.ratio_sum for x in losses) / count,
-            "clip_fraction": sum(x.clipped_count for x in losses) / count,
+            "policy_loss": policy,
+            "kl": kl,
+            "ratio_mean": ratio,
+            "clip_fraction": clipped,
             "valid_count": total,
             "tokens": sum(b.tokens for b in batches),
             "logprobs": logps,
             **update,
         }
 
+    @property
+    def _nonfinite(self) -> Literal["raise", "nan"]:
+        # on a GPU a look at each batch would stop the stream; all are looked at once
+        return "nan" if current_device().type == "cuda" else "raise"
+
+    @property
+    def _keep_logits(self) -> int:
+        return self.keep_logits if current_device().type == "cuda" else 0
+
+    def _refuse_nan(self, values: Sequence[np.ndarray]) -> None:
+        if self.mode != "strict":
+            return
+        for i, value in enumerate(values):
+            bad = np.flatnonzero(np.isnan(value))
+            if bad.size:
+                raise ContractError(
+                    f"log-probability of response token {bad[0]} of sample {i} is NaN ({bad.size} in this sample): its "
+                    "logits hold a NaN, +inf or no finite value; look for the first nonfinite activation or weight"
+                )
+
     def export_weights(self) -> dict[str, Tensor] | None:
-        """All weights by Hugging Face name on rank 0, None on the others; every rank must call it."""
+        """All weights by Hugging Face name on rank 0, None on the others; every rank must call it.
+
+        They are copies on the trainer's device.
+        """
         tensors = checkpoint.export_hf(self.model)
         return tensors if self.rank == 0 else None
 
@@ -206,6 +274,10 @@ class TrainerRank:
             "megatron": megatron.core.__version__,
             "torch": torch.__version__,
             "modules": module_classes(self.model),
+            "device": str(current_device()),
+            "recompute": self.recompute,
+            "optimizer": type(self.optimizer).__name__,
+            "transports": topology.transports(),
             "substitutions": native_substitutions() if self.mode == "native" else [],
             "launches": launches(),
             "steps": self.optimizer.steps,
@@ -223,7 +295,7 @@ class TrainerRank:
         return self._model
 
     @property
-    def optimizer(self) -> StrictOptimizer:
+    def optimizer(self) -> Optimizer:
         if self._optimizer is None:
             raise ContractError("this TrainerRank is not initialised; call init() first")
         return self._optimizer
@@ -268,6 +340,11 @@ class TrainerRank:
             problems.append(f"kl_coef={self.loss_config.kl_coef} needs ref_logprobs")
         if problems:
             raise ContractError("train_step: " + "; ".join(problems) + "; give one entry a response token")
+
+
+def _per_token(values: Sequence[float], batch: PackedBatch) -> Tensor:
+    lengths = torch.tensor(batch.response_lengths)
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths)
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:

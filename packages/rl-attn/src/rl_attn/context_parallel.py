@@ -14,10 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rl_attn.attention import attention_packed
 from rl_attn.checks import check_call, require_cu_seqlens, require_indices, whole_number
-from rl_attn.metadata import to_device
 from rl_attn.ops import packed
 from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
 from rl_contract import Communicator, ContractError
+from rl_contract.devices import to_device
 
 LAYOUTS = ("zigzag", "contiguous")
 

@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rl_attn.checks import require_cu_seqlens
 from rl_contract import ContractError
+from rl_contract.devices import to_device
 
 Metadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # by cu_seqlens_q; a training step hands the same tensors to every layer
@@ -42,13 +43,6 @@ def checked_positions(
             "a query needs its own key: pass keys up to the last query"
         )
     return positions.long()
-
-
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``x`` on ``device``; from the host without waiting."""
-    if x.device.type != "cpu" or device.type != "cuda":
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 def on_device(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rl_contract.communicator import Communicator
+from rl_contract.devices import to_device
 from rl_contract.errors import ContractError
 
 
@@ -53,7 +54,7 @@ class TokenShards:
         if self.rows < self._longest:
             x = torch.cat((x, x.new_zeros((self._longest - self.rows, *x.shape[1:]))))
         if self.order.device != x.device:
-            self.order = self.order.to(x.device)
+            self.order = to_device(self.order, x.device)
         return self.comm.all_gather(x.contiguous(), dim=0)[self.order]
 
     def weight_grad(self, size: int, compute: Callable[[int, int], torch.Tensor]) -> torch.Tensor:

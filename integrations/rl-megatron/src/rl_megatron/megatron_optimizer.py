@@ -1,0 +1,78 @@
+"""Megatron-core's own optimizer (fp32 masters, Adam, its distributed form) behind the calls of ``StrictOptimizer``.
+
+Strict operators add to the ``main_grad`` of Megatron's gradient buffer; its order of addition over ranks, its gradient
+norm and its Adam are Megatron's, so weights after a step are equal run to run, not over layouts.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+from megatron.core.optimizer import get_megatron_optimizer
+
+from rl_contract import MissingSupport
+from rl_megatron.cpu_device import device
+from rl_megatron.optimizer import OptimizerConfig
+
+
+class MegatronOptimizer:
+    """``get_megatron_optimizer`` over the model in Megatron's DistributedDataParallel; GPUs only.
+
+    Raises:
+        MissingSupport: on a CPU, where Megatron's optimizer asks for CUDA tensors.
+    """
+
+    def __init__(self, model: GPTModel, config: OptimizerConfig) -> None:
+        if device().type != "cuda":
+            raise MissingSupport("Megatron's optimizer needs CUDA tensors; use OptimizerConfig(kind='strict') on a CPU")
+        self.config = config
+        self.steps = 0
+        # a rank's loss is a share of the whole: gradients are summed over ranks, not averaged
+        model.config.calculate_per_token_loss = True
+        buffers = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=config.distributed,
+        )
+        self._wrapped = DistributedDataParallel(config=model.config, ddp_config=buffers, module=model)
+        bf16 = next(model.parameters()).dtype == torch.bfloat16
+        settings = MegatronConfig(
+            optimizer="adam",
+            lr=config.lr,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=config.distributed,
+        )
+        self._optimizer = get_megatron_optimizer(settings, [self._wrapped], use_gloo_process_groups=False)
+
+    def zero_grad(self) -> None:
+        self._wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def collect(self) -> None:
+        """Nothing: Megatron's hooks have added what autograd left to ``main_grad``."""
+
+    def step(self) -> dict[str, Any]:
+        """As ``StrictOptimizer.step``; Megatron sums, clips and updates."""
+        self._wrapped.finish_grad_sync()
+        updated, norm, _ = self._optimizer.step()
+        norm = float(norm)
+        self.steps += int(updated)
+        clip = self.config.clip_grad
+        coef = min(1.0, clip / (norm + 1e-6)) if clip > 0 and math.isfinite(norm) else 1.0
+        return {"grad_norm": norm, "clip_coef": coef, "skipped": not updated}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "megatron": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = int(state["steps"])
+        self._optimizer.load_state_dict(state["megatron"])
