@@ -163,7 +163,7 @@ def test_rotary_table_survives_conversion_of_the_module(one_rank: None, tiny: An
     assert not torch.equal(bits(before), bits(spoiled))
 
 
-def _reversed_row(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, leaves: int, comm: Any = None) -> torch.Tensor:
+def _reversed_row(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, leaves: int, **_: Any) -> torch.Tensor:
     return rl_gemm.linear(x.flip(-1).contiguous(), weight.flip(-1).contiguous(), bias, leaves=leaves)
 
 

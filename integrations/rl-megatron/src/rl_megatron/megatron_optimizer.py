@@ -30,8 +30,9 @@ class MegatronOptimizer:
             raise MissingSupport("Megatron's optimizer needs CUDA tensors; use OptimizerConfig(kind='strict') on a CPU")
         self.config = config
         self.steps = 0
-        # a rank's loss is a share of the whole: gradients are summed over ranks, not averaged
-        model.config.calculate_per_token_loss = True
+        # over context parallel ranks Megatron's own operators leave shares of the gradient, to be summed; strict ones
+        # leave all of it on every rank, and the mean of equal values is exact
+        model.config.calculate_per_token_loss = model.rl.mode == "native"
         buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
