@@ -1,14 +1,15 @@
 """Trainer and engine workers without any engine, and a launcher that runs them in this process."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 from safetensors.torch import load_file
 
 from rl_contract import Profile
-from rl_parity import checkpoint
+from rl_parity import checkpoint, state
 from rl_parity.launch import WorkerFailure
-from vime_sync import Manifest, PolicyVersion, write_weights
+from vime_sync import Loan, Manifest, PolicyVersion, lend_weights, shard_digests, write_weights
 from vime_sync.layout import ModelShape
 from vime_sync.testing import FakeEngine
 
@@ -21,18 +22,55 @@ def logprob(tokens) -> np.ndarray:
 
 
 class FakeTrainer:
-    def __init__(self, *, rank, arm, model, profile, **_):
-        self.rank, self.arm = rank, arm
+    def __init__(self, *, rank, arm, model, profile, **kwargs):
+        self.rank, self.arm, self.kwargs = rank, arm, kwargs
+        self.calls = []
+        self.loan = None
+        self.model, self.steps = model, 0
         self.weights = load_file(f"{model}/model.safetensors")
         self.fingerprint = Profile.from_dict(profile).fingerprint
 
-    def export(self, directory, run_id, step):
+    def start(self):
+        self.shape = ModelShape.from_hf_config(checkpoint.read_config(Path(self.model)))
+
+    def export(self, directory, run_id, step, lend, tps):
         if self.rank:
             return None
-        manifest = Manifest.from_tensors(self.weights)
-        version = PolicyVersion(run_id, step, manifest.digest)
-        write_weights(directory, self.weights, version, manifest)
-        return {"path": directory, "version": str(version), "digest": manifest.digest, "manifest": manifest.to_json()}
+        if lend:
+            self.loan = self.loan or Loan("cpu", Path(directory).parent)
+            manifest = self.loan.fill(self.weights)
+            version = PolicyVersion(run_id, step, manifest.digest)
+            lend_weights(directory, self.loan, version, self.shape, tps)
+            if "no ipc" in FAULTS:
+                self.loan.close()
+                self.loan = None
+        else:
+            manifest = Manifest.from_tensors(self.weights)
+            version = PolicyVersion(run_id, step, manifest.digest)
+            write_weights(directory, self.weights, version, manifest)
+        return {"path": directory, "version": str(version), "digest": manifest.digest}
+
+    def digest(self):
+        return None if self.rank else Manifest.from_tensors(self.weights).digest
+
+    def shard_digests(self, tp):
+        found = shard_digests(self.weights, self.shape, tp)
+        if "proof" in FAULTS:
+            found[0, "model.norm.weight"] = "0" * 64
+        return found
+
+    def save_state(self, folder):
+        return state.write_rank(Path(folder), self.rank, {"steps": self.steps, "state": self.weights})
+
+    def load_state(self, folder, digest):
+        held = state.read_rank(Path(folder), self.rank, digest)
+        self.steps, self.weights = held["steps"], held["state"]
+
+    def rest(self):
+        self.calls.append("rest")
+
+    def memory(self):
+        return {"allocated_gib": 1.5, "reserved_gib": 2.0} if self.kwargs["device"] == "cuda" else {}
 
     def score(self, sequences, temperature):
         values = [logprob(tokens) for _, tokens in sequences]
@@ -43,6 +81,7 @@ class FakeTrainer:
 
     def train(self, sequences, rewards, group, old, reference, temperature):
         self.weights["model.norm.weight"] = self.weights["model.norm.weight"] * 2
+        self.steps += 1
         values = [v.copy() for v in old]
         if "training forward" in FAULTS:
             values[1][2] = np.nextafter(values[1][2], np.float32(0))
@@ -65,19 +104,28 @@ class FakeTrainer:
 
 
 class FakeRollout:
-    def __init__(self, *, name, arm, model, profile, tp, **_):
-        from pathlib import Path
-
+    def __init__(self, *, name, arm, model, profile, tp, **kwargs):
+        self.calls, self.kwargs, self.asleep = [], kwargs, set()
         shape = ModelShape.from_hf_config(checkpoint.read_config(Path(model)))
         faults = FAULTS & {"caches_held", "flip_bit", "transfer"} if name == "engine-1" else set()
         self.engine = FakeEngine(name, shape, tp, faults)
         self.arm, self.fingerprint = arm, Profile.from_dict(profile).fingerprint
 
     def client(self, method, *args):
+        assert "weights" not in self.asleep or method == "weight_version"
         found = getattr(self.engine, method)
         return found(*args) if callable(found) else found
 
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake(self, what):
+        self.calls.append(f"wake {what}")
+        self.asleep.discard(what)
+
     def generate(self, prompts, seeds, *, temperature, max_new_tokens, eos):
+        assert not self.asleep
         if "interrupt" in FAULTS:
             raise KeyboardInterrupt
         if "engine dies" in FAULTS:
@@ -139,9 +187,12 @@ class InlineWorker:
 class InlineLauncher:
     def __init__(self, *_):
         self.closed = False
+        self.workers, self.env = {}, {}
 
     def start(self, name, factory, *, env, kwargs):
-        return InlineWorker(name, (FakeTrainer if "trainer" in factory else FakeRollout)(**kwargs))
+        self.env[name] = env
+        self.workers[name] = InlineWorker(name, (FakeTrainer if "trainer" in factory else FakeRollout)(**kwargs))
+        return self.workers[name]
 
     def wait(self, calls, timeout):
         return [c.result() for c in calls]

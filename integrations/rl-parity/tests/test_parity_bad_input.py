@@ -242,6 +242,6 @@ def test_what_no_check_foresaw_is_a_violation_and_never_reads_as_a_mismatch(tmp_
     found = check(tmp_path)
     assert found[0] == "first"
     assert "ZeroDivisionError: unforeseen" in found[1]
-    monkeypatch.setattr(preflight, "check", lambda config: 1 // 0)
+    monkeypatch.setattr(preflight, "check", lambda config, **_: 1 // 0)
     assert cli.main(["run", "--out", str(tmp_path / "out")]) == 3
     assert "ZeroDivisionError" in capsys.readouterr().err

@@ -107,3 +107,22 @@ def test_prompts_that_are_not_utf8_are_refused_by_name(tmp_path):
     path.write_bytes(b'{"prompt": "\xff", "answer": "1"}')
     with pytest.raises(ContractError, match="save it as UTF-8"):
         data.read_examples(str(path))
+
+
+def test_random_prompts_are_seeded_in_range_and_of_the_lengths_asked_for():
+    prompts = data.random_prompts("random:5-9", vocab_size=1000, max_prompt=9, seed=3)
+    assert prompts == data.random_prompts("random:5-9", vocab_size=1000, max_prompt=9, seed=3)
+    assert prompts != data.random_prompts("random:5-9", vocab_size=1000, max_prompt=9, seed=4)
+    assert {len(p.ids) for p in prompts} == {5, 6, 7, 8, 9}
+    assert all(0 <= token < 1000 for p in prompts for token in p.ids)
+    assert {len(p.ids) for p in data.random_prompts("random:7", vocab_size=10, max_prompt=9, seed=0)} == {7}
+    with pytest.raises(ContractError, match="leaves 8 tokens"):
+        data.random_prompts("random:5-9", vocab_size=1000, max_prompt=8, seed=3)
+    for wrong in ("random:", "random:0", "random:9-5", "random:x", "random:1-2-3"):
+        with pytest.raises(ContractError, match="give a length"):
+            data.random_lengths(wrong)
+
+
+def test_even_reward_is_the_share_of_even_ids():
+    assert data.reward_even([2, 3, 4, 5]) == 0.5
+    assert data.reward_even([]) == 0.0

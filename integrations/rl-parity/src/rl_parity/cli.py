@@ -8,7 +8,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rl_parity.config import ARMS, LAUNCHERS, RolloutLayout, RunConfig, TrainLayout, parse_layout
+from rl_parity.config import (
+    ARMS,
+    DEVICES,
+    LAUNCHERS,
+    PLACEMENTS,
+    SLEEP_LEVELS,
+    TRANSPORTS,
+    RolloutLayout,
+    RunConfig,
+    TrainLayout,
+    parse_layout,
+)
 from rl_parity.launch import signals
 from rl_parity.status import EQUAL, FAILURE, INTERRUPTED, MISMATCH, USAGE
 
@@ -57,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train, and compare every log-probability bit for bit")
     doctor = commands.add_parser("doctor", help="list every violated precondition of a run; starts nothing")
+    run.add_argument("--resume", default=None, metavar="DIR", help="go on with the run in DIR, up to --steps in all")
     for sub, command in ((run, _run), (doctor, _doctor)):
         _run_options(sub)
         sub.set_defaults(command=command)
@@ -75,50 +87,83 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_options(p: argparse.ArgumentParser) -> None:
-    d = RunConfig()
-    p.add_argument(
-        "--arm", choices=ARMS, default=d.arm, help="strict: our operators on both sides; native: the engines' own"
-    )
-    p.add_argument("--train", default="tp=1,cp=1", metavar="tp=N,cp=N", help="Megatron ranks")
-    p.add_argument("--rollout", default="tp=1,engines=1", metavar="tp=N,engines=N", help="vLLM engines")
-    p.add_argument("--steps", type=int, default=d.steps)
-    p.add_argument("--model", default=d.model, metavar="PATH", help="Hugging Face folder, tiny-qwen3 or tiny-llama")
-    p.add_argument("--out", default=d.out, metavar="DIR", help="new directory of this run")
-    p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument(
-        "--prompts", default=d.prompts, metavar="JSONL", help='lines {"prompt", "answer"}; or arithmetic, easy'
-    )
-    p.add_argument("--reward", choices=("exact", "partial"), default=d.reward)
-    p.add_argument("--batch", type=int, default=d.batch, help="prompts a step")
-    p.add_argument("--group", type=int, default=d.group, help="samples a prompt")
-    p.add_argument("--max-new-tokens", type=int, default=d.max_new_tokens)
-    p.add_argument("--max-model-len", type=int, default=d.max_model_len, help="0: the model's own")
-    p.add_argument("--temperature", type=float, default=d.temperature)
-    p.add_argument("--lr", type=float, default=d.lr)
-    p.add_argument("--kl", type=float, default=d.kl, help="weight of the KL term to the frozen reference")
-    p.add_argument("--clip", type=float, default=d.clip, help="half-width of the clipped ratio")
-    p.add_argument("--max-grad-norm", type=float, default=d.max_grad_norm)
-    p.add_argument("--weight-decay", type=float, default=d.weight_decay)
-    p.add_argument("--launcher", choices=LAUNCHERS, default=d.launcher)
-    p.add_argument("--leaves", type=int, default=d.leaves, help="G of tree(G); 0: the larger TP size")
-    p.add_argument("--timeout", type=float, default=d.timeout, help="seconds that any one call to a worker may take")
+    # an option that was not given is not in the result: a resumed run asks what was
+    def add(name: str, **how: Any) -> None:
+        p.add_argument(f"--{name}", default=argparse.SUPPRESS, **how)
+
+    add("arm", choices=ARMS, help="strict: our operators on both sides; native: the engines' own")
+    add("device", choices=(*DEVICES, "auto"), help="auto, the default, takes GPUs where torch sees some")
+    add("gpus", metavar="0,1", help="indices of the GPUs to use; default: all visible ones")
+    add("placement", choices=PLACEMENTS, help="trainer and engines on the same GPUs in turns, or each on its own")
+    add("gpu-memory-utilization", type=float, help="share of a GPU an engine takes; 0: what the trainer leaves")
+    add("sleep", choices=SLEEP_LEVELS, help="level at which colocated engines sleep while the trainer works")
+    add("weights", choices=TRANSPORTS, help="how a push travels: files, or memory lent to the engines (CUDA IPC)")
+    add("eager", action="store_true", help="engines without compilation and graphs")
+    add("train", metavar="tp=N,cp=N", help="Megatron ranks")
+    add("rollout", metavar="tp=N,engines=N", help="vLLM engines")
+    add("steps", type=int)
+    add("model", metavar="PATH", help="Hugging Face folder, tiny-qwen3, tiny-llama or random:NAME")
+    add("out", metavar="DIR", help="new directory of this run")
+    add("save-every", type=int, metavar="K", help="keep the trainer's state every K steps, for --resume; 0: never")
+    add("seed", type=int)
+    add("prompts", metavar="JSONL", help='lines {"prompt", "answer"}; or arithmetic, easy, random:LENGTH')
+    add("reward", choices=("exact", "partial", "even"))
+    add("batch", type=int, help="prompts a step")
+    add("group", type=int, help="samples a prompt")
+    add("max-new-tokens", type=int)
+    add("max-model-len", type=int, help="0: the model's own")
+    add("token-budget", type=int, help="most tokens of a trainer's micro-batch; 0: a step at once")
+    add("temperature", type=float)
+    add("lr", type=float)
+    add("kl", type=float, help="weight of the KL term to the frozen reference")
+    add("clip", type=float, help="half-width of the clipped ratio")
+    add("max-grad-norm", type=float)
+    add("weight-decay", type=float)
+    add("launcher", choices=LAUNCHERS)
+    add("leaves", type=int, help="G of tree(G); 0: the larger TP size")
+    add("timeout", type=float, help="seconds that any one call to a worker may take")
     for name in ("top-p", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty"):
-        p.add_argument(f"--{name}", type=float, default=getattr(d, name.replace("-", "_")), help="neutral value only")
-    p.add_argument("--top-k", type=int, default=d.top_k, help="neutral value only")
-    p.add_argument("--plant", default=None, help=argparse.SUPPRESS)
+        add(name, type=float, help="neutral value only")
+    add("top-k", type=int, help="neutral value only")
+    add("plant", help=argparse.SUPPRESS)
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by field of ``RunConfig``."""
+    from rl_parity.gpus import choose_device
+
+    given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if hasattr(args, f.name)}
+    if "train" in given:
+        given["train"] = TrainLayout(**parse_layout(given["train"], "--train", ("tp", "cp")))
+    if "rollout" in given:
+        given["rollout"] = RolloutLayout(**parse_layout(given["rollout"], "--rollout", ("tp", "engines")))
+    if "device" in given:
+        given["device"] = choose_device(given["device"])
+    return given
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
-    values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(RunConfig)}
-    values["train"] = TrainLayout(**parse_layout(args.train, "--train", ("tp", "cp")))
-    values["rollout"] = RolloutLayout(**parse_layout(args.rollout, "--rollout", ("tp", "engines")))
-    return RunConfig(**values)
+    from rl_parity.data import RANDOM
+    from rl_parity.gpus import choose_device
+    from rl_parity.random_models import PREFIX
+
+    given = _given(args)
+    given.setdefault("device", choose_device("auto"))
+    if given.get("model", "").startswith(PREFIX) or given.get("prompts", "").startswith(RANDOM):
+        # nothing else can be rewarded where there is no language
+        given.setdefault("reward", "even")
+    return RunConfig(**given)
 
 
 def _run(args: argparse.Namespace) -> int:
     from rl_parity.runner import run
 
-    return run(_config(args))
+    if args.resume is None:
+        return run(_config(args))
+    from rl_parity.resume import config_of
+    from rl_parity.rundir import RunDirectory
+
+    return run(config_of(RunDirectory(args.resume), _given(args)), again=True)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -127,12 +172,35 @@ def _doctor(args: argparse.Namespace) -> int:
     config = _config(args)
     for name, version in preflight.versions().items():
         print(f"{name:<16} {version or 'missing'}")
+    for line in _devices(config):
+        print(line)
     violations = preflight.check(config)
     if violations:
         print(preflight.Preflight(violations), file=sys.stderr)
         return USAGE
+    for note in preflight.notes(config):
+        print(f"note: {note}")
     print("every precondition holds")
     return EQUAL
+
+
+def _devices(config: RunConfig) -> list[str]:
+    """GPUs, and who would run on each; empty on a CPU. What is wrong with them is listed with the violations."""
+    from rl_contract import ContractError, MissingSupport
+    from rl_parity import preflight
+    from rl_parity.placement import GIB, place, spread
+
+    try:
+        gpus = preflight.gpus_of(config)
+        placed = place(config, gpus)
+    except (ContractError, MissingSupport):
+        return []
+    who = spread(placed)
+    return [
+        f"GPU {gpu.index:<12} {gpu.name}, {gpu.memory / GIB:.0f} GiB, compute capability {gpu.capability}, driver "
+        f"{gpu.driver}, {placed.kind}: {', '.join(who.get(i, ['unused']))}"
+        for i, gpu in enumerate(gpus)
+    ]
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -14,8 +14,11 @@ _LABELS = {"rollout": "rollout logprob", "train": "train logprob", "forward": "f
 # sections of the manifest that say what was computed; in "config" all but the keys below
 _SETTINGS = ("config", "sampling", "seeds", "profile", "fingerprints", "plant")
 # two runs that differ in these promise the same bits; leaves take part through the profile, steps and arms as data
-_FREE = ("arm", "train", "rollout", "launcher", "leaves", "out", "steps", "timeout")
-_INFORMATION = ("topology", "versions", "hardware")
+_FREE = (
+    *("arm", "train", "rollout", "launcher", "leaves", "out", "steps", "timeout"),
+    *("gpus", "placement", "gpu_memory_utilization", "sleep", "weights", "eager", "save_every"),
+)
+_INFORMATION = ("topology", "versions", "hardware", "gpus", "placement")
 _ABSENT = "absent"
 
 
@@ -156,7 +159,7 @@ def _shown(value: np.generic) -> str:
 
 def _figures(out: Comparison, arm: str, step: int, a: dict[str, Any], b: dict[str, Any], run_ids: list[str]) -> None:
     for name in dict.fromkeys((*a, *b)):
-        if name in ("step", "seconds"):
+        if name in ("step", "seconds", "memory"):
             continue
         # a version is named after its run, which is no difference in what was computed
         x, y = (

@@ -7,6 +7,10 @@ from rl_contract import ContractError
 
 ARMS = ("strict", "native", "both")
 LAUNCHERS = ("ray", "local")
+DEVICES = ("cpu", "cuda")
+PLACEMENTS = ("auto", "colocated", "split", "shared")
+TRANSPORTS = ("auto", "file", "lend")
+SLEEP_LEVELS = ("auto", "0", "1", "2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +49,19 @@ class RunConfig:
 
     Attributes:
         arm: ``strict`` (our operators on both sides), ``native`` (the engines' own), ``both`` one after the other.
-        model: path of a Hugging Face checkpoint, or ``tiny-qwen3`` / ``tiny-llama``.
-        prompts: JSONL file, or ``arithmetic`` / ``easy``.
+        device: ``cpu`` or ``cuda``, for trainer and engines alike.
+        gpus: indices of the GPUs to use, ``0,1``; empty means all that are visible.
+        placement: ``colocated`` (trainer and engines take turns on the same GPUs), ``split`` (each has its own),
+            ``shared`` (ranks share GPUs, over gloo, for tests); ``auto`` splits where there are GPUs enough.
+        gpu_memory_utilization: share of a GPU that one engine takes; 0 takes what the trainer leaves.
+        sleep: level that colocated engines sleep at while the trainer works; ``auto`` is 1 there and 0 elsewhere.
+        weights: how a push travels: ``file``, ``lend`` (CUDA IPC on GPUs, a mapped file on a CPU); ``auto`` lends on
+            GPUs where that works and else writes files.
+        eager: no compilation and no graphs in the engines; on a CPU they are always eager.
+        token_budget: most tokens of a trainer's micro-batch; 0 packs a step at once.
+        save_every: save the trainer's state after every so many steps and at the end; 0 never does.
+        model: path of a Hugging Face checkpoint, ``tiny-qwen3`` / ``tiny-llama``, or ``random:NAME``.
+        prompts: JSONL file, ``arithmetic`` / ``easy``, or ``random:LENGTH`` / ``random:SHORTEST-LONGEST``.
         batch: prompts a step; ``group`` samples of each.
         kl: weight of the KL term to the frozen reference.
         clip: half-width of the clipped ratio.
@@ -58,6 +73,15 @@ class RunConfig:
     train: TrainLayout = field(default_factory=TrainLayout)
     rollout: RolloutLayout = field(default_factory=RolloutLayout)
     steps: int = 5
+    device: str = "cpu"
+    gpus: str = ""
+    placement: str = "auto"
+    gpu_memory_utilization: float = 0.0
+    sleep: str = "auto"
+    weights: str = "auto"
+    eager: bool = False
+    token_budget: int = 0
+    save_every: int = 0
     model: str = "tiny-qwen3"
     out: str = "runs/latest"
     seed: int = 0

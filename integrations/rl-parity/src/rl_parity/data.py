@@ -1,7 +1,8 @@
 """Prompts, answers and rewards.
 
 A data set is JSON lines ``{"prompt": str, "answer": str}``; files in the style of GSM8K (``question``/``answer`` with
-the result after ``####``) work as they are. Two generated sets ship: ``arithmetic`` and ``easy``.
+the result after ``####``) work as they are. Two generated sets ship: ``arithmetic`` and ``easy``. ``random:LENGTH`` is
+random token ids, for models without a language.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ from rl_contract import ContractError
 from rl_parity.vocabulary import Tokenizer
 
 BUILT_IN = ("arithmetic", "easy")
+RANDOM = "random:"
+_RANDOM_COUNT = 256
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -51,6 +54,41 @@ def arithmetic(seed: int = 0, count: int = 256) -> list[Example]:
 def easy() -> list[Example]:
     """Ten prompts ``d=`` with the one-digit answer ``d``: seldom said by a random policy, and learnt as copying."""
     return [Example(f"{d}=", str(d)) for d in range(10)]
+
+
+def random_lengths(source: str) -> tuple[int, int] | None:
+    """Shortest and longest prompt of ``random:LENGTH`` or ``random:SHORTEST-LONGEST``; None for any other source.
+
+    Raises:
+        ContractError: it begins with ``random:`` and is neither.
+    """
+    if not source.startswith(RANDOM):
+        return None
+    low, _, high = source.removeprefix(RANDOM).partition("-")
+    high = high or low
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+        raise ContractError(f"--prompts {source}: give a length in tokens, e.g. random:512, or a range, random:16-512")
+    return int(low), int(high)
+
+
+def random_prompts(source: str, *, vocab_size: int, max_prompt: int, seed: int) -> list[Prompt]:
+    """256 prompts of uniformly random ids and lengths; they have no text and no answer.
+
+    Raises:
+        ContractError: the longest does not fit.
+    """
+    lengths = random_lengths(source)
+    assert lengths is not None
+    if lengths[1] > max_prompt:
+        raise ContractError(
+            f"--prompts {source}: the context leaves {max_prompt} tokens for a prompt; give shorter ones, lower "
+            "--max-new-tokens or raise --max-model-len"
+        )
+    rng = random.Random(f"{seed}:{source}")
+    return [
+        Prompt(index, tuple(rng.randrange(vocab_size) for _ in range(rng.randint(*lengths))), "", "")
+        for index in range(_RANDOM_COUNT)
+    ]
 
 
 def read_examples(source: str) -> list[Example]:
@@ -189,4 +227,10 @@ def reward_partial(completion: str, answer: str) -> float:
     return 0.2 + 0.3 * same / max(len(given), len(wanted))
 
 
+def reward_even(tokens: Sequence[int]) -> float:
+    """The share of sampled ids that are even: no text needed, seldom the same twice, and learnable."""
+    return sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
+
+
 REWARDS = {"exact": reward_exact, "partial": reward_partial}
+TOKEN_REWARDS = {"even": reward_even}

@@ -28,6 +28,7 @@ class EngineWorker:
         profile: ``Profile.to_dict()``.
         max_num_seqs: most requests in flight, at least the engine's share of a step.
         kv_blocks: blocks of the paged cache; None takes all the memory that vLLM reserves.
+        gpu: arguments of ``vllm.LLM`` that only a GPU takes; None runs vLLM's CPU build, eagerly.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class EngineWorker:
         max_model_len: int,
         max_num_seqs: int,
         kv_blocks: int | None,
+        gpu: dict[str, Any] | None = None,
     ) -> None:
         from vllm import LLM
 
@@ -56,13 +58,14 @@ class EngineWorker:
             tensor_parallel_size=tp,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            enforce_eager=True,
             disable_log_stats=True,
             num_gpu_blocks_override=kv_blocks,
+            **({"enforce_eager": True} if gpu is None else gpu),
         )
         # held open for the process's life: vLLM starts its workers lazily in places
         self._environment = ExitStack()
-        self._environment.enter_context(rl_vllm.cpu_environment(tp))
+        if gpu is None:
+            self._environment.enter_context(rl_vllm.cpu_environment(tp))
         self._llm = LLM(**args)
         self._client = rl_vllm.VllmEngineClient(self._llm, name=name)
         self._closing = False
@@ -123,6 +126,14 @@ class EngineWorker:
                 }
             )
         return out
+
+    def sleep(self, level: int) -> None:
+        """Give up GPU memory: 1 keeps the weights on the host, 2 keeps nothing and needs a whole push afterwards."""
+        self._llm.sleep(level=level)
+
+    def wake(self, what: str) -> None:
+        """Take memory back, ``weights`` or ``kv_cache``; requests are scheduled again once both are there."""
+        self._llm.wake_up(tags=[what])
 
     def report(self) -> list[dict[str, Any]]:
         """One report per worker of this engine; in the strict arm they prove that nothing but strict operators ran."""

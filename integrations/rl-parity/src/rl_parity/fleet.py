@@ -9,12 +9,13 @@ from typing import Any
 import psutil
 
 from rl_contract import Profile
-from rl_parity import checkpoint, preflight
+from rl_parity import checkpoint, placement, preflight
 from rl_parity.config import RunConfig
 from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
 from rl_parity.launch.processes import MARK, end, lives, survivors
 from rl_parity.launch.signals import shield
 from rl_parity.launch.traces import Watch, mapped, remove_folder, remove_shared, scratch_folder
+from rl_parity.placement import Placement
 from vime_sync.layout import ModelShape
 
 # one thread per process: ranks share the cores, and no bit depends on the count
@@ -93,8 +94,10 @@ class Fleet:
         *,
         max_model_len: int,
         longest_sequence: int,
+        placed: Placement | None = None,
     ) -> None:
         self.config, self.arm, self._longest_sequence = config, arm, longest_sequence
+        self.placed = placed or Placement(kind="cpu")
         self._model, self._profile, self._logs, self._max_model_len = model, profile, logs, max_model_len
         self.trainers: list[Worker] = []
         self.engines: list[Worker] = []
@@ -124,14 +127,19 @@ class Fleet:
         self._launcher = make_launcher(c.launcher, self._logs)
         for rank in range(c.train.world_size):
             self.trainers.append(self._start_trainer(rank, f"file://{self._scratch}/rendezvous"))
-        one_by_one = self._memory_is_tight()
+        # an engine measures what is free on its GPU while it starts, so nobody else may come or go meanwhile
+        begun = [] if self.placed.takes_turns else [worker.call("start") for worker in self.trainers]
+        one_by_one = self._starts_one_by_one()
         for index in range(c.rollout.engines):
             self.engines.append(self._start_engine(index))
             if one_by_one:
                 self.all(self.engines[-1:], "report")
+        wait_all(self._launcher, begun, c.timeout)
         # a report is answered only by a worker that stands
-        self.all(self.trainers, "report")
         self.all(self.engines, "report")
+        if self.placed.takes_turns:
+            self.sleep()
+            self.all(self.trainers, "start")
         # known now: a process that dies later no longer tells what it had mapped, nor whose its children are
         self._processes = survivors(os.environ.get(MARK, ""))
 
@@ -141,9 +149,11 @@ class Fleet:
         return self._launcher.start(
             f"trainer-{rank}",
             "rl_parity.trainer_worker:TrainerWorker",
-            env=_TRAINER,
+            env={**_TRAINER, **self._cuda(self.placed.trainer_devices(rank) if self._on_gpus else "")},
             kwargs={
                 "rank": rank,
+                "device": c.device,
+                "backend": self.placed.backend,
                 "tp": c.train.tp,
                 "cp": c.train.cp,
                 "init_method": init_method,
@@ -151,7 +161,7 @@ class Fleet:
                 "model": str(self._model),
                 "profile": self._profile.to_dict(),
                 "hyper": {k: getattr(c, k) for k in ("lr", "kl", "clip", "max_grad_norm", "weight_decay")},
-                "token_budget": None,
+                "token_budget": c.token_budget or None,
                 "plant": c.plant if self.arm == "strict" else None,
             },
         )
@@ -168,7 +178,11 @@ class Fleet:
             "rl_parity.engine_worker:EngineWorker",
             env={
                 **_ENGINE,
-                **engine_cores(c, index, sorted(os.sched_getaffinity(0))),
+                **(
+                    self._cuda(self.placed.engine_devices(index))
+                    if self._on_gpus
+                    else engine_cores(c, index, sorted(os.sched_getaffinity(0)))
+                ),
                 "TMPDIR": str(scratch),
                 "VLLM_RPC_BASE_PATH": str(scratch),
             },
@@ -180,9 +194,51 @@ class Fleet:
                 "tp": c.rollout.tp,
                 "max_model_len": self._max_model_len,
                 "max_num_seqs": self._sequences_per_engine(),
-                "kv_blocks": self._kv_blocks(),
+                "kv_blocks": None if self._on_gpus else self._kv_blocks(),
+                "gpu": self._gpu_options(index) if self._on_gpus else None,
             },
         )
+
+    @property
+    def _on_gpus(self) -> bool:
+        return bool(self.placed.gpus)
+
+    @staticmethod
+    def _cuda(devices: str) -> dict[str, str]:
+        # indices, in nvidia-smi's order: vLLM reads them as numbers
+        return {"CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if devices else {}
+
+    def _gpu_options(self, index: int) -> dict[str, Any]:
+        return {
+            "gpu_memory_utilization": placement.engine_share(self.config, self._model_bytes(), self.placed, index),
+            "enable_sleep_mode": self.sleep_level > 0,
+            "enforce_eager": self.config.eager,
+        }
+
+    @property
+    def sleep_level(self) -> int:
+        """0: colocated or not, the engines stay awake."""
+        if self.config.sleep != "auto":
+            return int(self.config.sleep) if self.placed.takes_turns else 0
+        return 1 if self.placed.takes_turns else 0
+
+    def sleep(self) -> None:
+        """Have colocated engines give up their GPU memory; nothing happens where each side has its own GPUs."""
+        if self.sleep_level:
+            self.all(self.engines, "sleep", self.sleep_level)
+
+    def wake(self, what: str) -> None:
+        """Give it back to them: first ``weights``, to be pushed to, then ``kv_cache``."""
+        if not self.sleep_level:
+            return
+        if what == "weights":
+            self.all(self.trainers, "rest")
+        self.all(self.engines, "wake", what)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tensor-parallel sizes of the engines."""
+        return [self.config.rollout.tp]
 
     def _sequences_per_engine(self) -> int:
         return min(256, -(-self.config.batch // self.config.rollout.engines) * self.config.group)
@@ -196,7 +252,10 @@ class Fleet:
         worst_bytes = blocks * shape.layers * heads * _KV_BLOCK * shape.head_dim * 2 * 4
         return blocks if worst_bytes < preflight.GIB else None
 
-    def _memory_is_tight(self) -> bool:
+    def _starts_one_by_one(self) -> bool:
+        if self._on_gpus:
+            # two that measure the same GPU would count each other's weights
+            return any(self.placed.engines_beside(spot) > 1 for engine in self.placed.engines for spot in engine)
         needed = preflight.memory_estimate(self.config, self._model_bytes())
         return needed * 1.5 > psutil.virtual_memory().available
 

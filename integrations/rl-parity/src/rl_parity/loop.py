@@ -1,10 +1,7 @@
 """One arm of a run: push, rollout, reward, score, check, update, step after step."""
 
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,15 +9,18 @@ from typing import Any
 import numpy as np
 
 from rl_contract import ContractError, Profile
-from rl_parity import data, metrics
+from rl_parity import data, metrics, state
 from rl_parity.checks import Identity, StepVerdict, compare_logprobs, describe_mismatch, judge
 from rl_parity.config import RunConfig
 from rl_parity.data import Prompt
+from rl_parity.evidence import write_evidence, write_sync
 from rl_parity.fleet import Fleet
-from rl_parity.launch import WorkerFailure
+from rl_parity.placement import Placement
 from rl_parity.progress import Progress
-from rl_parity.rundir import RunDirectory, StepSamples, is_equal, write_json
-from rl_parity.vocabulary import FolderTokenizer
+from rl_parity.pushes import Pushes, weights_folder
+from rl_parity.rundir import RunDirectory, StepSamples, is_equal
+from rl_parity.state import Saved
+from rl_parity.vocabulary import FolderTokenizer, NoText
 from vime_sync import PolicyVersion, Publisher, StepLedger
 from vime_sync.layout import ModelShape
 
@@ -37,6 +37,8 @@ class Arm:
         model: checkpoint folder that engines and trainer start from.
         model_config: its config.json.
         profile: contracts of the strict arm; the native arm's reports carry none.
+        placed: which process runs on which GPU.
+        saved: the state to go on from, whose steps are in ``records`` already; None begins at step 0.
     """
 
     name: str
@@ -47,9 +49,12 @@ class Arm:
     model_config: dict[str, Any]
     profile: Profile
     prompts: Sequence[Prompt]
-    tokenizer: FolderTokenizer
+    tokenizer: FolderTokenizer | NoText
     max_model_len: int
+    placed: Placement = field(default_factory=lambda: Placement(kind="cpu"))
+    saved: Saved | None = None
     records: list[dict[str, Any]] = field(default_factory=list)
+    _saves: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> list[dict[str, Any]]:
         """Start the processes, do every step, collect the evidence, end the processes.
@@ -72,8 +77,11 @@ class Arm:
                 logs,
                 max_model_len=self.max_model_len,
                 longest_sequence=longest,
+                placed=self.placed,
             ) as fleet:
-                with _weights_folder(self.directory.root, self.run_id) as weights:
+                if self.saved is not None:
+                    self._restore(fleet, self.saved)
+                with weights_folder(self.directory.root, self.run_id) as weights:
                     self._steps(fleet, weights, progress)
                 fleet.shutdown()
         finally:
@@ -82,43 +90,60 @@ class Arm:
 
     def _steps(self, fleet: Fleet, weights: Path, progress: Progress) -> None:
         publisher = Publisher(fleet.remote_engines(), ModelShape.from_hf_config(self.model_config))
+        pushes = Pushes(fleet, publisher, weights, self.run_id)
         ledger_path = self.directory.root / self.name / "ledger.jsonl"
-        patience = 5.0
+        first, patience = len(self.records), 5.0
         with StepLedger(ledger_path, run_id=self.run_id) as ledger:
+            if self.saved is not None:
+                ledger.resume(self.saved.step, self.saved.digest)
             try:
-                for step in range(self.config.steps):
-                    record = self._step(step, fleet, publisher, ledger, weights, progress)
+                for step in range(first, self.config.steps):
+                    prove = self.name == "strict" and step in (first, self.config.steps - 1)
+                    record = self._step(step, fleet, pushes, ledger, progress, prove)
                     self.records.append(record)
                     self.directory.append_step(self.name, record)
                     progress.step(record)
                     if record["not_compared"] or (self.name == "strict" and not is_equal(record)):
                         patience = 60.0
                         raise MismatchFound(self._explain(record))
+                    self._save(fleet, step)
                 patience = 60.0
             finally:
-                self._write_sync(publisher)
-                self._write_evidence(fleet, patience)
+                write_sync(self.directory, self.name, publisher)
+                more = {"weights": pushes.describe(), "saves": self._saves}
+                write_evidence(self.directory, self.name, fleet, patience, **more)
 
     def _step(
-        self, step: int, fleet: Fleet, publisher: Publisher, ledger: StepLedger, weights: Path, progress: Progress
+        self, step: int, fleet: Fleet, pushes: Pushes, ledger: StepLedger, progress: Progress, prove: bool
     ) -> dict[str, Any]:
         c = self.config
         clock = _Clock()
         progress.phase("push")
-        pushed = self._push(step, fleet, publisher, weights)
+        # colocated engines take their memory back in two parts, so that a push never meets a full cache
+        fleet.wake("weights")
+        clock.lap("wake")
+        pushed = pushes.push(step)
         clock.lap("push")
+        if prove and pushes.transport == "lend":
+            pushes.prove(step)
+            clock.lap("prove")
+        fleet.wake("kv_cache")
+        clock.lap("wake")
 
         progress.phase("rollout")
         prompts = data.batch_for_step(self.prompts, step=step, batch=c.batch, seed=c.seed)
         outputs = self._rollout(step, fleet, prompts)
+        reports = [report for reports in fleet.all(fleet.engines, "report") for report in reports]
         clock.lap("rollout")
+        fleet.sleep()
+        clock.lap("sleep")
 
         progress.phase("score")
         sequences = [(out["prompt"], out["tokens"]) for out in outputs]
         scored = fleet.all(fleet.trainers, "score", sequences, c.temperature)[0]
         rewards = self._rewards(prompts, outputs)
         samples = self._samples(prompts, outputs, scored["logprobs"], rewards)
-        verdict = self._judge(step, samples, scored["tokens"], outputs, pushed["version"], fleet)
+        verdict = self._judge(step, samples, scored["tokens"], outputs, pushed["version"], fleet, reports)
         clock.lap("score")
 
         trained: dict[str, Any] | None = None
@@ -150,6 +175,7 @@ class Arm:
         if verdict.not_compared is None:
             verdict.metrics = metrics.step_metrics(samples)
             verdict.mean_abs_diff = verdict.metrics.pop("mean_abs_diff")
+        memory = fleet.all(fleet.trainers, "memory")
         return {
             "step": step,
             "weight_version": pushed["version"],
@@ -166,17 +192,44 @@ class Arm:
             "tokens": int(samples.tokens.size),
             "finished": sum(out["finish"] == "stop" for out in outputs),
             "seconds": clock.seconds,
+            **({"memory": {"trainers": memory}} if any(memory) else {}),
         }
 
-    def _push(self, step: int, fleet: Fleet, publisher: Publisher, weights: Path) -> dict[str, str]:
-        """Export the trainer's weights and publish them on every engine, verified; returns version, digest and path."""
-        folder = weights / f"{self.name}-{step}"
-        exported: dict[str, str] = fleet.all(fleet.trainers, "export", str(folder), self.run_id, step)[0]
-        try:
-            publisher.publish(folder, PolicyVersion(self.run_id, step, exported["digest"]))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return exported
+    def _restore(self, fleet: Fleet, saved: Saved) -> None:
+        """Give every trainer rank the state it saved, once its model has shown to be the one that the run began with.
+
+        Raises:
+            ContractError: the model's weights, or those of the state, are not those that were recorded.
+        """
+        began = fleet.all(fleet.trainers, "digest")[0]
+        if began != self.records[0]["weight_digest"]:
+            raise ContractError(
+                f"the model has weights {began[:12]}, the run began with {self.records[0]['weight_digest'][:12]}; "
+                "give the same checkpoint"
+            )
+        load = [
+            lambda worker=worker, digest=digest: worker.call("load_state", str(saved.folder), digest)
+            for worker, digest in zip(fleet.trainers, saved.ranks, strict=True)
+        ]
+        fleet.gather(load)
+        now = fleet.all(fleet.trainers, "digest")[0]
+        if now != saved.digest:
+            raise ContractError(
+                f"the restored state has weights {now[:12]}, {saved.folder} says {saved.digest[:12]}; "
+                "resume from another copy of the run directory"
+            )
+
+    def _save(self, fleet: Fleet, step: int) -> None:
+        """Keep the trainer's state after ``step`` where a later sitting finds it; see ``rl_parity.state``."""
+        every = self.config.save_every
+        if not every or ((step + 1) % every and step + 1 != self.config.steps):
+            return
+        started = time.monotonic()
+        folder = state.begin(self.directory.root / self.name / "state", step + 1)
+        ranks = fleet.all(fleet.trainers, "save_state", str(folder))
+        digest = fleet.all(fleet.trainers, "digest")[0]
+        state.finish(folder, run_id=self.run_id, step=step + 1, digest=digest, ranks=ranks)
+        self._saves.append({"step": step + 1, "digest": digest, "seconds": round(time.monotonic() - started, 3)})
 
     def _rollout(self, step: int, fleet: Fleet, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """``group`` completions per prompt, in prompt order; each engine serves a contiguous share of the prompts."""
@@ -206,6 +259,8 @@ class Arm:
         )
 
     def _rewards(self, prompts: Sequence[Prompt], outputs: Sequence[dict[str, Any]]) -> list[float]:
+        if self.config.reward in data.TOKEN_REWARDS:
+            return [data.TOKEN_REWARDS[self.config.reward](out["tokens"]) for out in outputs]
         score = data.REWARDS[self.config.reward]
         answers = [prompt.answer for prompt in prompts for _ in range(self.config.group)]
         return [score(self.tokenizer.decode(out["tokens"]), answer) for out, answer in zip(outputs, answers)]
@@ -242,8 +297,9 @@ class Arm:
         outputs: Sequence[dict[str, Any]],
         version: str,
         fleet: Fleet,
+        reports: Sequence[dict[str, Any]],
     ) -> StepVerdict:
-        rollout, train = self._identities(fleet)
+        rollout, train = self._identities(fleet, reports)
         return judge(
             samples,
             step=step,
@@ -255,8 +311,7 @@ class Arm:
             profile=self.profile if self.name == "strict" else None,
         )
 
-    def _identities(self, fleet: Fleet) -> tuple[Identity, Identity]:
-        engines = [report for reports in fleet.all(fleet.engines, "report") for report in reports]
+    def _identities(self, fleet: Fleet, engines: Sequence[dict[str, Any]]) -> tuple[Identity, Identity]:
         trainers = fleet.all(fleet.trainers, "report")
         raw = any(report["logprobs"]["mode"] != "processed_logprobs" for report in engines)
         return (
@@ -294,35 +349,6 @@ class Arm:
         counts = ", ".join(f"{k} {record[k]}" for k in ("nonfinite_count", "absent_count", "valid_count"))
         return f"step {record['step']} is not equal: {counts}"
 
-    def _write_evidence(self, fleet: Fleet, patience: float) -> None:
-        """What the workers counted. A worker that does not answer leaves a gap, which is written down as such."""
-        evidence: dict[str, Any] = {"train": {}, "rollout": {}, "reports": {}, "missing": []}
-        deadline = time.monotonic() + patience
-        calls = [(worker, worker.call("report")) for worker in (*fleet.trainers, *fleet.engines)]
-        for worker, call in calls:
-            try:
-                answer = call.result(max(0.1, deadline - time.monotonic()))
-            except WorkerFailure as error:
-                evidence["missing"].append(str(error).splitlines()[0])
-                continue
-            if isinstance(answer, list):
-                for report in answer:
-                    self._file(evidence, "rollout", f"{worker.name}/worker-{report['rank']}", report)
-            else:
-                self._file(evidence, "train", worker.name, answer)
-        write_json(self.directory.root / self.name / "evidence.json", evidence)
-
-    @staticmethod
-    def _file(evidence: dict[str, Any], side: str, name: str, report: dict[str, Any]) -> None:
-        evidence[side][name] = report["launches"]
-        evidence["reports"][name] = {k: v for k, v in report.items() if k != "launches"}
-
-    def _write_sync(self, publisher: Publisher) -> None:
-        rows = [
-            {"state": str(t.state), "version": t.version, "at": t.at, "seconds": t.seconds} for t in publisher.history
-        ]
-        write_json(self.directory.root / self.name / "sync.json", rows)
-
 
 def _wrong(v: StepVerdict) -> bool:
     return bool(v.mismatch_count or v.nonfinite_count or v.absent_count) or not v.valid_count
@@ -335,37 +361,25 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
-        self.seconds[name] = round(now - self._last, 4)
+        spent = round(self.seconds.get(name, 0.0) + now - self._last, 4)
+        # phases that this run does not have stay out of its records
+        if name not in ("wake", "sleep") or spent >= 0.001:
+            self.seconds[name] = spent
         self._last = now
-
-
-@contextmanager
-def _weights_folder(root: Path, run_id: str) -> Iterator[Path]:
-    """Where pushes travel: shared memory where there is any, else the run directory; removed afterwards."""
-    shared = Path("/dev/shm")
-    base = shared if shared.is_dir() else root
-    folder = Path(tempfile.mkdtemp(prefix=f"rl-parity-{run_id}-", dir=base))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_prompts(
     config: RunConfig, model: Path, model_config: dict[str, Any], longest: int
-) -> tuple[FolderTokenizer, list[Prompt]]:
-    """The checkpoint's tokenizer and the encoded data set.
+) -> tuple[FolderTokenizer | NoText, list[Prompt]]:
+    """The checkpoint's tokenizer and the encoded data set; random ids need no tokenizer.
 
     Raises:
-        ContractError: see ``data.read_examples`` and ``data.encode``.
+        ContractError: see ``data.read_examples``, ``data.encode`` and ``data.random_prompts``.
     """
-    tokenizer = FolderTokenizer(model)
     if longest <= config.max_new_tokens:
         raise ContractError(f"--max-new-tokens {config.max_new_tokens}: the context is {longest}; lower it")
-    prompts = data.encode(
-        data.read_examples(config.prompts),
-        tokenizer,
-        vocab_size=int(model_config["vocab_size"]),
-        max_prompt=longest - config.max_new_tokens,
-    )
-    return tokenizer, prompts
+    room = {"vocab_size": int(model_config["vocab_size"]), "max_prompt": longest - config.max_new_tokens}
+    if data.random_lengths(config.prompts) is not None:
+        return NoText(), data.random_prompts(config.prompts, seed=config.seed, **room)
+    tokenizer = FolderTokenizer(model)
+    return tokenizer, data.encode(data.read_examples(config.prompts), tokenizer, **room)

@@ -16,8 +16,8 @@ from rl_parity.vocabulary import VOCABULARY, write_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinySpec:
-    """Shape of a built-in model. The real vocabulary (77) is no multiple of any padding."""
+class ModelSpec:
+    """Shape of a built-in model. The tiny ones' real vocabulary (77) is no multiple of any padding."""
 
     architecture: str
     model_type: str
@@ -32,20 +32,37 @@ class TinySpec:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     max_positions: int = 512
+    vocab_size: int = len(VOCABULARY)
     logit_std: float = 2.0
     outlier_channels: int = 3
     outlier_gain: float = 6.0
 
 
-TINY: dict[str, TinySpec] = {
-    "tiny-qwen3": TinySpec(architecture="Qwen3ForCausalLM", model_type="qwen3", tied=False, qk_norm=True),
-    "tiny-llama": TinySpec(
+TINY: dict[str, ModelSpec] = {
+    "tiny-qwen3": ModelSpec(architecture="Qwen3ForCausalLM", model_type="qwen3", tied=False, qk_norm=True),
+    "tiny-llama": ModelSpec(
         architecture="LlamaForCausalLM", model_type="llama", tied=True, qk_norm=False, rms_norm_eps=1e-5
     ),
 }
 
 
-def hf_config(spec: TinySpec) -> dict[str, Any]:
+def spec_of(name: str) -> ModelSpec | None:
+    """The built-in model of that name, tiny or ``random:...``; None where the name is a path."""
+    if name in TINY:
+        return TINY[name]
+    from rl_parity.random_models import RANDOM
+
+    return RANDOM.get(name)
+
+
+def weight_bytes(spec: ModelSpec) -> int:
+    """Bytes of the model in bf16."""
+    h, d = spec.hidden_size, spec.head_dim
+    layer = h * d * (2 * spec.num_heads + 2 * spec.num_kv_heads) + 3 * h * spec.intermediate_size + 2 * h + 2 * d
+    return 2 * (spec.num_layers * layer + spec.vocab_size * h * (1 if spec.tied else 2) + h)
+
+
+def hf_config(spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of a built-in model."""
     return {
         "architectures": [spec.architecture],
@@ -57,7 +74,7 @@ def hf_config(spec: TinySpec) -> dict[str, Any]:
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "hidden_act": "silu",
-        "vocab_size": len(VOCABULARY),
+        "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.rms_norm_eps,
         "rope_theta": spec.rope_theta,
@@ -72,14 +89,14 @@ def hf_config(spec: TinySpec) -> dict[str, Any]:
     }
 
 
-def tensors(spec: TinySpec, seed: int) -> dict[str, torch.Tensor]:
+def tensors(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     """Seeded bf16 weights by Hugging Face name.
 
     Projections have standard deviation ``1/sqrt(fan_in)``; norm weights lie near 1 with a few channels ``outlier_gain``
     times larger; the head is scaled so that the logits have standard deviation ``logit_std``.
     """
     generator = torch.Generator().manual_seed(seed)
-    h, f, d, v = spec.hidden_size, spec.intermediate_size, spec.head_dim, len(VOCABULARY)
+    h, f, d, v = spec.hidden_size, spec.intermediate_size, spec.head_dim, spec.vocab_size
 
     def normal(*shape: int, std: float) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * std
@@ -122,21 +139,28 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pa
     """Write a built-in model as a Hugging Face folder: config.json, model.safetensors, tokenizer.json.
 
     Args:
-        name: ``tiny-qwen3`` or ``tiny-llama``.
-        changes: fields of ``TinySpec`` to replace, for tests.
+        name: ``tiny-qwen3``, ``tiny-llama`` or ``random:NAME``.
+        changes: fields of ``ModelSpec`` to replace, for tests.
 
     Raises:
         ContractError: no built-in model has that name.
     """
     from safetensors.torch import save_file
 
-    if name not in TINY:
+    from rl_parity.random_models import RANDOM, random_tensors
+
+    found = spec_of(name)
+    if found is None:
         raise ContractError(
-            f"no built-in model {name!r}; built in are {sorted(TINY)}, or give the path of a checkpoint"
+            f"no built-in model {name!r}; built in are {[*TINY, *RANDOM]}, or give the path of a checkpoint"
         )
-    spec = replace(TINY[name], **changes)
+    spec = replace(found, **changes)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors(spec, seed), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    weights = tensors(spec, seed) if name in TINY else random_tensors(spec, seed)
+    # a reader must never find half a model
+    partial = folder / "model.safetensors.partial"
+    save_file(weights, str(partial), metadata={"format": "pt"})
+    partial.rename(folder / "model.safetensors")
     write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(hf_config(spec), indent=2) + "\n")
     return folder

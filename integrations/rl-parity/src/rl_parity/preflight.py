@@ -1,6 +1,7 @@
 """Every violated precondition of a run, found before any engine starts or any weight is loaded, and listed at once."""
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,9 +12,12 @@ from typing import Any
 import psutil
 
 from rl_contract import ContractError, MissingSupport, Profile, build_profile
-from rl_parity import checkpoint, data, metrics
-from rl_parity.config import ARMS, LAUNCHERS, RunConfig
-from rl_parity.models import TINY, hf_config
+from rl_parity import checkpoint, data, gpus, metrics, preflight_cuda
+from rl_parity.config import ARMS, DEVICES, LAUNCHERS, PLACEMENTS, SLEEP_LEVELS, TRANSPORTS, RunConfig
+from rl_parity.models import hf_config, spec_of
+from rl_parity.models import weight_bytes as built_in_bytes
+from rl_parity.random_models import PREFIX as RANDOM_MODELS
+from rl_parity.random_models import RANDOM
 from rl_parity.rundir import RunDirectory
 from rl_parity.vocabulary import VOCABULARY, FolderTokenizer
 
@@ -72,7 +76,9 @@ def check(config: RunConfig, *, new_run: bool = True) -> list[str]:
     Args:
         new_run: also check that ``config.out`` can take a new run.
     """
-    checks: list[Callable[[RunConfig], Iterator[str]]] = [_options, _sampling, _packages, _machine, _model]
+    checks: list[Callable[[RunConfig], Iterator[str]]] = [_options, _sampling, _packages, _machine, _disk, _model]
+    if config.device == "cuda":
+        checks.insert(3, _gpus)
     found = [violation for one in checks for violation in _guarded(one, config)]
     if new_run:
         refusal = RunDirectory.refusal(config.out) if config.out.strip() else None
@@ -94,8 +100,34 @@ def _options(c: RunConfig) -> Iterator[str]:
         yield f"--arm {c.arm}: supported are {', '.join(ARMS)}"
     if c.launcher not in LAUNCHERS:
         yield f"--launcher {c.launcher}: supported are {', '.join(LAUNCHERS)}"
-    if c.reward not in data.REWARDS:
-        yield f"--reward {c.reward}: supported are {', '.join(data.REWARDS)}"
+    for name, known in (
+        ("device", DEVICES),
+        ("placement", PLACEMENTS),
+        ("weights", TRANSPORTS),
+        ("sleep", SLEEP_LEVELS),
+        ("reward", (*data.REWARDS, *data.TOKEN_REWARDS)),
+    ):
+        if getattr(c, name) not in known:
+            yield f"--{name} {getattr(c, name)}: supported are {', '.join(known)}"
+    textless = c.model.startswith(RANDOM_MODELS) or c.prompts.startswith(data.RANDOM)
+    if textless and c.reward in data.REWARDS:
+        which = f"--model {c.model}" if c.model.startswith(RANDOM_MODELS) else f"--prompts {c.prompts}"
+        yield (
+            f"--reward {c.reward} with {which}: random text never answers, so every reward and gradient would be zero; "
+            f"use --reward {', '.join(data.TOKEN_REWARDS)}"
+        )
+    for name in ("token_budget", "save_every"):
+        if getattr(c, name) < 0:
+            yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 0, which turns it off"
+    if c.gpu_memory_utilization and not 0.05 <= c.gpu_memory_utilization <= 0.95:
+        yield (
+            f"--gpu-memory-utilization {c.gpu_memory_utilization}: must be from 0.05 to 0.95, or 0 for what the "
+            "trainer leaves"
+        )
+    if c.device == "cpu":
+        for name, neutral in (("gpus", ""), ("placement", "auto"), ("gpu_memory_utilization", 0.0), ("sleep", "auto")):
+            if getattr(c, name) != neutral:
+                yield f"--{name.replace('_', '-')} {getattr(c, name)}: --device cpu has no GPUs; leave it out"
     for name in ("steps", "batch", "max_new_tokens"):
         if getattr(c, name) < 1:
             yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 1"
@@ -168,9 +200,54 @@ def sample_bytes(c: RunConfig) -> int:
     return c.batch * c.group * (SAMPLE_BYTES + TOKEN_BYTES)
 
 
+def model_bytes(c: RunConfig) -> int:
+    """Bytes of the model's weights; a guess where it cannot be looked at, which is a violation of its own."""
+    spec, folder = spec_of(c.model), Path(c.model)
+    if spec is not None:
+        return built_in_bytes(spec)
+    return checkpoint.size_in_bytes(folder) if folder.is_dir() else 2**20
+
+
+def gpus_of(c: RunConfig) -> list[gpus.Gpu]:
+    """The GPUs that a run uses; none on a CPU."""
+    return gpus.visible(c.gpus) if c.device == "cuda" else []
+
+
+def notes(c: RunConfig) -> list[str]:
+    """What is no violation and worth knowing."""
+    return preflight_cuda.notes(c) if c.device == "cuda" else []
+
+
+def _gpus(c: RunConfig) -> Iterator[str]:
+    if c.placement in PLACEMENTS:
+        yield from preflight_cuda.violations(c, model_bytes(c))
+
+
+def _disk(c: RunConfig) -> Iterator[str]:
+    """Room for the built-in model and for two saved states, as an older one goes only when the newer one is whole."""
+    size = model_bytes(c)
+    # fp32 master and two moments of every bf16 parameter
+    needed = (size if spec_of(c.model) is not None else 0) + (12 * size if c.save_every > 0 else 0)
+    if needed < GIB // 16:
+        return
+    try:
+        where = next((p for p in (Path(c.out).absolute(), *Path(c.out).absolute().parents) if p.is_dir()), None)
+        free = needed if where is None else shutil.disk_usage(where).free
+    except (OSError, ValueError):
+        # a directory that cannot be made is named as such
+        return
+    if needed > free:
+        yield (
+            f"--out {c.out}: the run keeps {needed / GIB:.1f} GiB there, {free / GIB:.1f} GiB are free; "
+            "make room, or save no state (--save-every 0)"
+        )
+
+
 def _machine(c: RunConfig) -> Iterator[str]:
-    folder = Path(c.model)
-    weight_bytes = checkpoint.size_in_bytes(folder) if c.model not in TINY and folder.is_dir() else 2**20
+    weight_bytes = model_bytes(c)
+    if c.device == "cuda":
+        # weights, masters and cache are on the GPU; the host holds what a process is, and one copy to load from
+        weight_bytes //= 10
     needed, free = memory_estimate(c, weight_bytes), psutil.virtual_memory().available
     if sample_bytes(c) > free:
         yield (
@@ -192,7 +269,10 @@ def _machine(c: RunConfig) -> Iterator[str]:
 
 def model_config(c: RunConfig) -> dict[str, Any]:
     """The ``config.json`` of the chosen model, built-in or on disk."""
-    return hf_config(TINY[c.model]) if c.model in TINY else checkpoint.read_config(Path(c.model))
+    spec = spec_of(c.model)
+    if spec is None and c.model.startswith(RANDOM_MODELS):
+        raise ContractError(f"--model {c.model}: unknown; built in are {', '.join(RANDOM)}")
+    return checkpoint.read_config(Path(c.model)) if spec is None else hf_config(spec)
 
 
 def _model(c: RunConfig) -> Iterator[str]:
@@ -217,7 +297,7 @@ def _model(c: RunConfig) -> Iterator[str]:
             shape.check_tp(tp)
         except ContractError as error:
             yield f"{side} tp={tp}: {error}"
-    if c.model not in TINY:
+    if spec_of(c.model) is None:
         yield from checkpoint.problems(Path(c.model), config)
     positions = int(config["max_position_embeddings"])
     if c.max_model_len < 0 or c.max_model_len > positions:
@@ -267,15 +347,15 @@ def profile(c: RunConfig, config: dict[str, Any]) -> Profile:
     """The contracts of this model at this run's number of leaves."""
     from rl_vllm.settings import settings_from_hf
 
-    return build_profile(
-        "strict", settings_from_hf(config, leaves=c.tree_leaves, vocab_tile=vocab_tile(int(config["vocab_size"])))
-    )
+    where = {"arch": preflight_cuda.arch(gpus_of(c))} if c.device == "cuda" else {}
+    tile = vocab_tile(int(config["vocab_size"]), smallest=128 if where else 16)
+    return build_profile("strict", settings_from_hf(config, leaves=c.tree_leaves, vocab_tile=tile, **where))
 
 
-def vocab_tile(vocab_size: int) -> int:
-    """Ids per tile: 512, or less where eight ranks of whole tiles would be mostly padding."""
+def vocab_tile(vocab_size: int, smallest: int = 16) -> int:
+    """Ids per tile: 512, or less where eight ranks of whole tiles would be mostly padding; kernels of GPUs need 128."""
     tile = 512
-    while tile > 16 and tile * 8 >= 2 * vocab_size:
+    while tile > smallest and tile * 8 >= 2 * vocab_size:
         tile //= 2
     return tile
 
@@ -288,6 +368,15 @@ def context(c: RunConfig, config: dict[str, Any]) -> int:
 def _prompts(c: RunConfig, vocab_size: int | None, longest: int | None) -> Iterator[str]:
     if not c.prompts.strip():
         return
+    if c.prompts.startswith(data.RANDOM):
+        try:
+            data.random_lengths(c.prompts)
+            if vocab_size is not None and longest is not None:
+                room = longest - c.max_new_tokens
+                data.random_prompts(c.prompts, vocab_size=vocab_size, max_prompt=room, seed=c.seed)
+        except ContractError as error:
+            yield str(error)
+        return
     try:
         examples = data.read_examples(c.prompts)
     except ContractError as error:
@@ -296,7 +385,7 @@ def _prompts(c: RunConfig, vocab_size: int | None, longest: int | None) -> Itera
     if vocab_size is None or longest is None:
         return
     try:
-        tokenizer = _BuiltIn() if c.model in TINY else FolderTokenizer(Path(c.model))
+        tokenizer = FolderTokenizer(Path(c.model)) if spec_of(c.model) is None else _BuiltIn()
         data.encode(examples, tokenizer, vocab_size=vocab_size, max_prompt=longest - c.max_new_tokens)
     except ContractError as error:
         yield str(error)

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Profile
-from rl_parity import contracts
+from rl_parity import contracts, report_run
 from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, is_equal
-from rl_parity.svg import Series, bars, lines, number, timeline
-
-PHASES = ("push", "rollout", "score", "train", "other")
+from rl_parity.svg import Series, bars, lines, number
 
 _ROWS: tuple[tuple[str, str, bool], ...] = (
     ("valid_count", "valid tokens compared", False),
@@ -58,9 +56,10 @@ def render(run: RunDirectory) -> str:
         _section(run, (MANIFEST, SUMMARY, "ARM/steps.jsonl"), lambda: _verdict(manifest, summary, steps)),
         _section(run, (SUMMARY,), lambda: _figures(summary)),
         _section(run, ("ARM/steps.jsonl",), lambda: _curves(steps)),
-        _section(run, (MANIFEST,), lambda: _topology(manifest)),
+        _section(run, (MANIFEST, "ARM/evidence.json"), lambda: report_run.topology(manifest, evidence)),
+        _section(run, (MANIFEST,), lambda: report_run.sittings(manifest)),
         _section(run, ("ARM/evidence.json",), lambda: _evidence(evidence)),
-        _section(run, ("ARM/steps.jsonl",), lambda: _sync(steps)),
+        _section(run, (MANIFEST, "ARM/steps.jsonl"), lambda: report_run.phases(manifest, steps)),
         _section(run, (MANIFEST, "strict/evidence.json"), lambda: _contracts(manifest, strict)),
         _section(run, (MANIFEST,), lambda: _provenance(manifest)),
     ]
@@ -112,8 +111,9 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
             f"({share:.0f}%) differ, by up to {number(native['max_abs_diff'])} nats."
         )
     c = manifest["config"]
+    device = f" on {', '.join(sorted({gpu['name'] for gpu in manifest['gpus']}))}" if manifest.get("gpus") else ""
     eyebrow = (
-        f"{c['model']} · train tp={c['train']['tp']}, cp={c['train']['cp']} · rollout tp={c['rollout']['tp']}, "
+        f"{c['model']}{device} · train tp={c['train']['tp']}, cp={c['train']['cp']} · rollout tp={c['rollout']['tp']}, "
         f"engines={c['rollout']['engines']} · seed {c['seed']} · {manifest.get('started', '')}"
     )
     plant = f'<p class="note"><b>Planted on purpose: {escape(str(c["plant"]))}</b></p>' if c.get("plant") else ""
@@ -214,53 +214,36 @@ def _short(bucket: str) -> str:
     return text.replace("above ", ">")
 
 
-def _topology(manifest: Mapping[str, Any]) -> str:
-    t, r = manifest["config"]["train"], manifest["config"]["rollout"]
-    style = f'style="grid-template-columns:repeat({t["tp"]},1fr)"'
-    ranks = "".join(
-        f'<div class="rank">rank {c * t["tp"] + i}<br>tp {i} · cp {c}</div>'
-        for c in range(t["cp"])
-        for i in range(t["tp"])
-    )
-    wide = f'style="grid-template-columns:repeat({r["tp"]},1fr)"'
-    engines = "".join(
-        f'<div class="note">engine {e}</div><div class="ranks" {wide}>'
-        + "".join(f'<div class="rank">worker tp {w}</div>' for w in range(r["tp"]))
-        + "</div>"
-        for e in range(r["engines"])
-    )
-    launcher = escape(str(manifest["config"]["launcher"]))
-    return (
-        f'<h2>Topology</h2><div class="topo"><div class="side"><b>Megatron-core, {t["tp"] * t["cp"]} ranks</b>'
-        f'<div class="ranks" {style}>{ranks}</div></div><div class="arrow">weights &#8594;<br>&#8592; tokens<br>'
-        f"<small>{launcher}</small></div>"
-        f'<div class="side"><b>vLLM, {r["engines"]} engine(s) of {r["tp"]}</b>{engines}</div></div>'
-    )
-
-
 def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
     out = []
     for arm, data in reversed(list(evidence.items())):
-        table: dict[tuple[str, str, str, str], dict[str, int]] = {}
+        table: dict[tuple[str, str, str, str, str], dict[str, int]] = {}
         workers: dict[str, int] = {}
         for side in ("train", "rollout"):
             for rows in data.get(side, {}).values():
                 workers[side] = workers.get(side, 0) + 1
                 for row in rows:
-                    key = (row["boundary"], row["kernel"], row.get("plan", "-"), row.get("layout", "-"))
+                    key = (
+                        row["boundary"],
+                        row["kernel"],
+                        row.get("plan", "-"),
+                        row.get("layout", "-"),
+                        row.get("phase", "-"),
+                    )
                     cell = table.setdefault(key, {})
                     cell[side] = cell.get(side, 0) + int(row["count"])
         body = "".join(
             f"<tr><td>{escape(b)}</td><td><code>{escape(k)}</code></td><td>{escape(plan)}</td><td>{escape(layout)}</td>"
+            f"<td>{escape(phase)}</td>"
             f'<td class="n">{number(cell.get("train", 0))}</td><td class="n">{number(cell.get("rollout", 0))}</td></tr>'
-            for (b, k, plan, layout), cell in sorted(table.items())
+            for (b, k, plan, layout, phase), cell in sorted(table.items())
         )
         if not body:
-            body = '<tr><td colspan="6">No launch of our operators was reported by any worker.</td></tr>'
+            body = '<tr><td colspan="7">No launch of our operators was reported by any worker.</td></tr>'
         out.append(
             f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table class="evidence"><tr><th>boundary</th>'
             "<th>kernel</th>"
-            "<th>plan</th><th>layout</th>"
+            "<th>plan</th><th>layout</th><th>phase</th>"
             f'<th class="n">{workers.get("train", 0)} trainer ranks</th>'
             f'<th class="n">{workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
         )
@@ -270,24 +253,6 @@ def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
             "configuration.</p>"
         )
     return "".join(out)
-
-
-def _sync(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    arm = "strict" if "strict" in steps else next(iter(steps), None)
-    if arm is None:
-        return ""
-    rows = []
-    for s in steps[arm][:80]:
-        seconds = s["seconds"]
-        phases = [(p, float(seconds[p])) for p in PHASES if seconds.get(p)]
-        rows.append((f"step {s['step']}  weights {str(s['weight_digest'])[:12]}", phases))
-    legend = "".join(f'<span><i class="k-{p}"></i>{p}</span>' for p in PHASES)
-    more = f'<p class="note">The first 80 of {len(steps[arm])} steps.</p>' if len(steps[arm]) > 80 else ""
-    return (
-        f"<h2>Weight sync and time, {arm} arm</h2>"
-        f'<div class="legend">{legend}</div>'
-        f"{timeline('Seconds by phase; every step samples from the weights named', rows)}{more}"
-    )
 
 
 def _held(profile: Profile, evidence: Mapping[str, Any]) -> str:

@@ -198,8 +198,11 @@ class RunDirectory:
         path = self.root / arm / "evidence.json"
         return _object(path, _text(path)) if path.is_file() else {}
 
-    def steps(self, arm: str) -> list[dict[str, Any]]:
+    def steps(self, arm: str, *, torn: bool = False) -> list[dict[str, Any]]:
         """The arm's step records, [] where there are none.
+
+        Args:
+            torn: leave out a last line without its newline, which a run that was killed may leave.
 
         Raises:
             ContractError: an empty file, a torn or broken line, a record without its step, or a step recorded twice.
@@ -208,7 +211,12 @@ class RunDirectory:
         if not path.is_file():
             return []
         records: list[dict[str, Any]] = []
-        for number, line in enumerate(_text(path).removesuffix("\n").split("\n"), start=1):
+        text = _text(path)
+        if torn:
+            text = text[: text.rfind("\n") + 1]
+            if not text:
+                return []
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
             record = _object(path, line, number)
             _require(path, record, {"step": int}, number)
             if any(record["step"] == other["step"] for other in records):

@@ -12,60 +12,89 @@ from typing import Any
 
 import psutil
 
-from rl_contract import Profile
-from rl_parity import checkpoint, metrics, preflight
+from rl_contract import ContractError, Profile
+from rl_parity import checkpoint, metrics, preflight, resume
 from rl_parity.config import RunConfig
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked
 from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, MismatchFound, load_prompts
-from rl_parity.models import TINY, write_model
+from rl_parity.models import spec_of, write_model
+from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
+from rl_parity.resume import Point
 from rl_parity.rundir import SUMMARY, RunDirectory, summarize, write_json
 from rl_parity.status import EQUAL, FAILURE, INTERRUPTED, MISMATCH, USAGE
 from vime_sync import PublishError
 
 
-def run(config: RunConfig, command: Sequence[str] = ()) -> int:
+def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) -> int:
     """Do the run and return its exit status.
+
+    Args:
+        again: go on with the run in ``config.out``, whose configuration ``resume.config_of`` has checked.
 
     0 strict arm exactly equal, 1 a mismatch, 2 a violated precondition, 3 an engine or sync failure, 130 interrupted.
     The run directory is readable whatever happens after the preflight.
     """
-    violations = preflight.check(config)
+    violations = preflight.check(config, new_run=not again)
     if violations:
         print(preflight.Preflight(violations), file=sys.stderr)
         return USAGE
-    run_id = f"run-{uuid.uuid4().hex[:8]}"
     directory = RunDirectory(config.out)
+    points = resume.points(directory, config) if again else {arm: Point() for arm in config.arms}
+    run_id = directory.manifest()["run_id"] if again else f"run-{uuid.uuid4().hex[:8]}"
     directory.root.mkdir(parents=True, exist_ok=True)
     with marked(run_id):
-        return _run(config, run_id, directory, command)
+        return _run(config, run_id, directory, command, points, again)
 
 
-def _run(config: RunConfig, run_id: str, directory: RunDirectory, command: Sequence[str]) -> int:
+def _run(
+    config: RunConfig,
+    run_id: str,
+    directory: RunDirectory,
+    command: Sequence[str],
+    points: dict[str, Point],
+    again: bool,
+) -> int:
     model_config = preflight.model_config(config)
     profile = preflight.profile(config, model_config)
-    manifest = _manifest(config, run_id, profile, command)
+    placed = place(config, preflight.gpus_of(config))
+    manifest = _manifest(config, run_id, profile, placed, command)
+    earlier = _earlier(directory, manifest, points) if again else {}
+    manifest |= {key: earlier[key] for key in ("started", "sittings") if key in earlier}
     status, reason, code = "failed", "", FAILURE
     summary: dict[str, Any] = {"arms": {}}
     try:
         with shield():
             directory.write_manifest(manifest)
         model = Path(config.model).resolve()
-        if config.model in TINY:
-            model = write_model(config.model, directory.root / "model", seed=config.seed)
+        if spec_of(config.model) is not None:
+            model = directory.root / "model"
+            if not (model / "config.json").is_file():
+                write_model(config.model, model, seed=config.seed)
         longest = preflight.context(config, model_config)
         tokenizer, prompts = load_prompts(config, model, checkpoint.read_config(model), longest)
+        before = {name: totals["seconds"] for name, totals in earlier.get("arms", {}).items()}
         for name in config.arms:
-            arm = Arm(name, config, run_id, directory, model, model_config, profile, prompts, tokenizer, longest)
+            arm = Arm(
+                name, config, run_id, directory, model, model_config, profile, prompts, tokenizer, longest, placed
+            )
+            point = points[name]
+            if again and point.saved is None:
+                resume.restart(directory, name)
+            if point.saved is not None:
+                resume.rewind(directory, name, point)
+                arm.saved, arm.records = point.saved, list(point.records)
             started = time.monotonic()
             try:
-                arm.run()
+                if point.step < config.steps:
+                    arm.run()
             finally:
                 if arm.records:
+                    seconds = before.get(name, 0.0) + time.monotonic() - started
                     summary["arms"][name] = {
-                        **summarize(arm.records, round(time.monotonic() - started, 2)),
+                        **summarize(arm.records, round(seconds, 2)),
                         "plant": config.plant if name == "strict" else None,
                     }
                     write_json(directory.root / SUMMARY, summary)
@@ -84,6 +113,33 @@ def _run(config: RunConfig, run_id: str, directory: RunDirectory, command: Seque
             _finish(directory, summary, status, reason)
     _say(directory, summary, status, reason)
     return code
+
+
+def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str, Point]) -> dict[str, Any]:
+    """What earlier sittings left: when the run started, their list with this one's start, and each arm's totals.
+
+    Raises:
+        ContractError: the run holds other contracts than these packages build.
+    """
+    old = directory.manifest()
+    if old["fingerprints"]["profile"] != manifest["fingerprints"]["profile"]:
+        raise ContractError(
+            f"{directory.root} holds contracts {old['fingerprints']['profile'][:12]}, these packages build "
+            f"{manifest['fingerprints']['profile'][:12]}; resume with the packages that the run began with"
+        )
+    about = ("command", "versions", "hardware", "gpus", "placement", "started")
+    first = old.get("sittings") or [{key: old.get(key) for key in about}]
+    sitting = {
+        **{key: manifest[key] for key in about},
+        "from_step": {arm: point.step for arm, point in points.items()},
+        "done_again": {
+            arm: [{"step": r["step"], "weight_digest": r["weight_digest"]} for r in point.dropped]
+            for arm, point in points.items()
+            if point.dropped
+        },
+    }
+    totals = directory.summary()["arms"] if (directory.root / SUMMARY).is_file() else {}
+    return {"started": old.get("started"), "sittings": [*first, sitting], "arms": totals}
 
 
 def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reason: str) -> None:
@@ -117,7 +173,9 @@ def _say(directory: RunDirectory, summary: dict[str, Any], status: str, reason: 
     print(f"report: {directory.root / 'report.html'}")
 
 
-def _manifest(config: RunConfig, run_id: str, profile: Profile, command: Sequence[str]) -> dict[str, Any]:
+def _manifest(
+    config: RunConfig, run_id: str, profile: Profile, placed: Placement, command: Sequence[str]
+) -> dict[str, Any]:
     return {
         "run_id": run_id,
         "status": "running",
@@ -136,6 +194,8 @@ def _manifest(config: RunConfig, run_id: str, profile: Profile, command: Sequenc
             },
             "launcher": config.launcher,
         },
+        "gpus": [gpu.to_dict() for gpu in placed.gpus],
+        "placement": placed.to_dict(),
         "profile": profile.to_dict(),
         "fingerprints": {
             "profile": profile.fingerprint,
@@ -150,7 +210,7 @@ def _manifest(config: RunConfig, run_id: str, profile: Profile, command: Sequenc
             "memory_gib": round(psutil.virtual_memory().total / preflight.GIB, 1),
             "system": f"{platform.system()} {platform.release()}",
         },
-        "notes": [],
+        "notes": preflight.notes(config),
     }
 
 

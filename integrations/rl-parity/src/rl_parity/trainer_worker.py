@@ -9,7 +9,9 @@ import torch
 
 from rl_contract import Profile
 from rl_megatron import LossConfig, OptimizerConfig, PackedBatch, ParallelConfig, TrainerRank, group_advantages
-from vime_sync import Manifest, PolicyVersion, write_weights
+from rl_megatron.checkpoint import model_shape
+from rl_parity import state
+from vime_sync import Loan, Manifest, PolicyVersion, lend_weights, shard_digests, write_weights
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
@@ -18,6 +20,8 @@ class TrainerWorker:
     """Built in a process of its own. Every rank gets the same calls in the same order; rank 0 answers for all.
 
     Args:
+        device: ``cpu``, or ``cuda`` for the one GPU that this process sees.
+        backend: ``gloo`` or ``nccl``, what moves bytes between ranks.
         arm: ``strict`` or ``native``.
         hyper: ``lr``, ``kl``, ``clip``, ``max_grad_norm``, ``weight_decay``.
         plant: name of a mis-ordered kernel to install first, see ``rl_parity.plant``.
@@ -35,6 +39,8 @@ class TrainerWorker:
         profile: dict[str, Any],
         hyper: dict[str, float],
         token_budget: int | None,
+        device: str = "cpu",
+        backend: str = "gloo",
         plant: str | None = None,
     ) -> None:
         if plant is not None:
@@ -53,21 +59,77 @@ class TrainerWorker:
             ),
             loss=LossConfig(clip_low=hyper["clip"], clip_high=hyper["clip"], kl_coef=hyper["kl"]),
             token_budget=token_budget,
+            **_placed(device, backend),
         )
+        self._rank, self._device = rank, device
         self._answers = rank == 0
         self._cp = cp
+        self._loan: Loan | None = None
+
+    def start(self) -> None:
+        """Join the world, load the model and keep it as the reference; the first call."""
         self._trainer.init()
         self._trainer.keep_reference()
 
-    def export(self, directory: str, run_id: str, step: int) -> dict[str, str] | None:
-        """Write the present weights for a push; rank 0 answers with the version and its manifest."""
+    def export(self, directory: str, run_id: str, step: int, lend: bool, tps: Sequence[int]) -> dict[str, str] | None:
+        """Make the present weights ready for a push; rank 0 answers with the version and its digest.
+
+        Args:
+            lend: lend this process's memory instead of writing files; valid until the next call.
+            tps: tensor-parallel sizes of the engines.
+        """
         tensors = self._trainer.export_weights()
         if tensors is None:
             return None
-        manifest = Manifest.from_tensors(tensors)
-        version = PolicyVersion(run_id, step, manifest.digest)
-        write_weights(Path(directory), tensors, version, manifest)
-        return {"path": directory, "version": str(version), "digest": manifest.digest, "manifest": manifest.to_json()}
+        if lend:
+            self._loan = self._loan or Loan("cuda:0" if self._device == "cuda" else "cpu")
+            manifest = self._loan.fill(tensors)
+            version = PolicyVersion(run_id, step, manifest.digest)
+            lend_weights(directory, self._loan, version, model_shape(self._trainer.model), tps)
+        else:
+            manifest = Manifest.from_tensors(tensors)
+            version = PolicyVersion(run_id, step, manifest.digest)
+            write_weights(Path(directory), tensors, version, manifest)
+        return {"path": directory, "version": str(version), "digest": manifest.digest}
+
+    def digest(self) -> str | None:
+        """Digest of the present weights, as a push would be called; rank 0 answers."""
+        tensors = self._trainer.export_weights()
+        return None if tensors is None else Manifest.from_tensors(tensors).digest
+
+    def shard_digests(self, tp: int) -> dict[tuple[int, str], str] | None:
+        """sha256 of what every worker of an engine of this ``tp`` must hold now; rank 0 answers."""
+        tensors = self._trainer.export_weights()
+        return None if tensors is None else shard_digests(tensors, model_shape(self._trainer.model), tp)
+
+    def save_state(self, folder: str) -> dict[str, str]:
+        """Write this rank's optimizer state (masters, moments, step count) to ``folder``; returns file and digest."""
+        return state.write_rank(Path(folder), self._rank, self._trainer.optimizer.state_dict())
+
+    def load_state(self, folder: str, digest: str) -> None:
+        """Take up the state that this rank saved.
+
+        Raises:
+            ContractError: the file is missing or has another digest, or is of another model or tensor-parallel size.
+        """
+        self._trainer.optimizer.load_state_dict(state.read_rank(Path(folder), self._rank, digest))
+
+    def rest(self) -> dict[str, float]:
+        """Give unused GPU memory back, for engines on the same GPU."""
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+        return self.memory()
+
+    def memory(self) -> dict[str, float]:
+        """Peak GiB since the last call: what tensors took, and what the allocator held; {} on a CPU."""
+        if self._device != "cuda":
+            return {}
+        peak = {
+            "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+            "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3),
+        }
+        torch.cuda.reset_peak_memory_stats()
+        return peak
 
     def score(self, sequences: Sequences, temperature: float) -> dict[str, Any] | None:
         """Log-probabilities under the policy and the reference, and the token ids that were scored."""
@@ -102,6 +164,8 @@ class TrainerWorker:
         return self._trainer.report()
 
     def close(self) -> None:
+        if self._loan is not None:
+            self._loan.close()
         self._trainer.close()
 
     def _scored_tokens(self, samples: Sequence[Any]) -> np.ndarray:
@@ -113,3 +177,8 @@ class TrainerWorker:
             part = batch.for_rank(rank)
             tokens[part.slots.numpy()] = part.targets.numpy()
         return tokens
+
+
+def _placed(device: str, backend: str) -> dict[str, Any]:
+    # the trainer's own defaults are those of a CPU
+    return {} if device == "cpu" else {"device": "cuda:0", "backend": backend}

@@ -42,6 +42,18 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+class NoText:
+    """For prompts and answers that are ids alone."""
+
+    vocab_size = 0
+
+    def encode(self, text: str) -> list[int]:
+        raise ContractError(f"{text[:60]!r}: this run has prompts of random ids and no tokenizer; give --prompts text")
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
 class FolderTokenizer:
     """The tokenizer.json of a checkpoint folder.
 

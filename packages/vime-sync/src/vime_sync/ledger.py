@@ -158,7 +158,7 @@ class StepLedger:
         self._commit({"event": "drop", "id": sample_id, "reason": reason})
 
     def resume(self, step: int, digest: str) -> None:
-        """Say that another sitting goes on at ``step`` with weights of this digest, which that step's version must have.
+        """Say that another sitting goes on at ``step`` with weights of this digest, which its version must have.
 
         Raises:
             ContractError: ``step`` is not the next one, or the digest is shortened.

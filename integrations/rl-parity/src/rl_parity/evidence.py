@@ -1,0 +1,48 @@
+"""What the workers of an arm counted and what its pushes went through, as files of the run directory."""
+
+import json
+import time
+from typing import Any
+
+from rl_parity.fleet import Fleet
+from rl_parity.launch import WorkerFailure
+from rl_parity.rundir import RunDirectory, write_json
+from vime_sync import Publisher
+
+
+def write_evidence(directory: RunDirectory, arm: str, fleet: Fleet, patience: float, **more: Any) -> None:
+    """What the workers counted. A worker that does not answer leaves a gap, which is written down as such.
+
+    Counts are those of one sitting; what earlier ones counted is kept under ``earlier``. ``more`` is written as it is.
+    """
+    before = directory.evidence(arm)
+    earlier = [*before.pop("earlier", []), before] if before else []
+    evidence: dict[str, Any] = {"train": {}, "rollout": {}, "reports": {}, "missing": [], **more}
+    evidence |= {"earlier": earlier} if earlier else {}
+    deadline = time.monotonic() + patience
+    calls = [(worker, worker.call("report")) for worker in (*fleet.trainers, *fleet.engines)]
+    for worker, call in calls:
+        try:
+            answer = call.result(max(0.1, deadline - time.monotonic()))
+        except WorkerFailure as error:
+            evidence["missing"].append(str(error).splitlines()[0])
+            continue
+        if isinstance(answer, list):
+            for report in answer:
+                _file(evidence, "rollout", f"{worker.name}/worker-{report['rank']}", report)
+        else:
+            _file(evidence, "train", worker.name, answer)
+    write_json(directory.root / arm / "evidence.json", evidence)
+
+
+def _file(evidence: dict[str, Any], side: str, name: str, report: dict[str, Any]) -> None:
+    evidence[side][name] = report["launches"]
+    evidence["reports"][name] = {k: v for k, v in report.items() if k != "launches"}
+
+
+def write_sync(directory: RunDirectory, arm: str, publisher: Publisher) -> None:
+    """Every state of every push with its time, after those of earlier sittings."""
+    path = directory.root / arm / "sync.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    rows = [{"state": str(t.state), "version": t.version, "at": t.at, "seconds": t.seconds} for t in publisher.history]
+    write_json(path, [*before, *rows])

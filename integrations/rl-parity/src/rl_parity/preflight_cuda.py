@@ -1,0 +1,118 @@
+"""What a run on GPUs needs beyond what any run needs: devices, room, plans, and engines with the hooks we use."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from rl_contract import ContractError, MissingSupport
+from rl_parity.config import RunConfig
+from rl_parity.gpus import ARCHS, Gpu, visible
+from rl_parity.placement import GIB, engine_share, place
+
+# packages whose kernels are launched by frozen plans
+PLANNED = ("rl_gemm", "rl_attn", "rl_logprob")
+_HOOKS_SECONDS = 180.0
+_ASK_HOOKS = "from rl_vllm.preflight import missing_hooks; print('missing:' + ', '.join(missing_hooks()))"
+
+
+def arch(gpus: list[Gpu]) -> str:
+    """The one architecture of the GPUs, as profiles name it.
+
+    Raises:
+        MissingSupport: one that has no contracts, or several.
+    """
+    found = sorted({gpu.capability for gpu in gpus})
+    if len(found) != 1 or found[0] not in ARCHS:
+        kinds = ", ".join(sorted({f"{gpu.name} (compute capability {gpu.capability})" for gpu in gpus})) or "none"
+        raise MissingSupport(
+            f"GPUs: {kinds}; supported are GPUs of one architecture, with compute capability {', '.join(ARCHS)}; "
+            "choose such with --gpus, or use --device cpu"
+        )
+    return ARCHS[found[0]]
+
+
+def violations(c: RunConfig, weight_bytes: int) -> Iterator[str]:
+    """Every reason why ``c`` cannot run on this machine's GPUs."""
+    if torch.version.cuda is None:
+        yield f"--device cuda: torch {torch.__version__} is a build without CUDA; install one with CUDA"
+    try:
+        gpus = visible(c.gpus)
+        name = arch(gpus)
+    except (ContractError, MissingSupport) as error:
+        yield str(error)
+        return
+    yield from _plans(name)
+    try:
+        placed = place(c, gpus)
+    except ContractError as error:
+        yield str(error)
+    else:
+        for engine in range(c.rollout.engines):
+            try:
+                engine_share(c, weight_bytes, placed, engine)
+            except ContractError as error:
+                yield str(error)
+        used = set(placed.trainers) | {p for engine in placed.engines for p in engine}
+        for gpu in (gpus[p] for p in sorted(used)):
+            if gpu.free < 0.9 * gpu.memory:
+                yield (
+                    f"GPU {gpu.index} ({gpu.name}): {gpu.free / GIB:.0f} of {gpu.memory / GIB:.0f} GiB are free; end "
+                    "what else runs there, or choose others with --gpus"
+                )
+    if missing := missing_engine_hooks():
+        yield missing
+
+
+def _plans(name: str) -> Iterator[str]:
+    for package in PLANNED:
+        try:
+            import_module(f"{package}.plans").plan_files.current(name)
+        except ContractError as error:
+            yield str(error)
+
+
+def missing_engine_hooks() -> str | None:
+    """Why the installed vLLM cannot be made strict, or None.
+
+    Asked in another process, as importing vLLM may take hold of CUDA.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_HOOKS], capture_output=True, text=True, timeout=_HOOKS_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"vLLM did not import within {_HOOKS_SECONDS:.0f} s; repair the installation"
+    answers = [line for line in done.stdout.splitlines() if line.startswith("missing:")]
+    if not answers:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return f"rl-vllm cannot look at the installed vLLM ({last}); repair the installation"
+    missing = answers[-1].removeprefix("missing:")
+    return f"this vLLM lacks {missing}, which strict mode needs; install a supported version" if missing else None
+
+
+def notes(c: RunConfig) -> list[str]:
+    """What costs speed here and leaves the bits alone."""
+    try:
+        name = arch(visible(c.gpus))
+        certificates = import_module("rl_gemm.plans").plan_files.current(name).certificates
+        here = environment()
+    except (ContractError, MissingSupport, OSError) as error:
+        return [f"the library of GEMMs could not be looked at: {error}"]
+    if any(dict(certificate.environment) == here for certificate in certificates):
+        return []
+    return [
+        f"no certificate of the GEMM library is for {here}; Triton kernels serve every shape, with the same bits. "
+        "tools/certify makes one"
+    ]
+
+
+@cache
+def environment() -> dict[str, str]:
+    """What a certificate of the GEMM library holds for, on the first visible GPU."""
+    found: Any = import_module("rl_gemm.vendor").environment(0)
+    return dict(found)

@@ -1,0 +1,90 @@
+"""How weights get from the trainer to the engines: written to files, or lent; and the proof of what arrived."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl_parity.fleet import Fleet
+from vime_sync import PolicyVersion, Publisher, PublishError, State
+from vime_sync.publisher import differing_shards
+
+
+class Pushes:
+    """The pushes of one arm. ``transport`` is how they travel now, ``reason`` why it is not what was asked for."""
+
+    def __init__(self, fleet: Fleet, publisher: Publisher, folder: Path, run_id: str) -> None:
+        self._fleet, self._publisher, self._folder, self._run_id = fleet, publisher, folder, run_id
+        asked = fleet.config.weights
+        self._may_change = asked == "auto"
+        # on a CPU one copy through shared memory is as good as another
+        self.transport = ("lend" if fleet.placed.gpus else "file") if asked == "auto" else asked
+        self.reason: str | None = None
+        self.proofs: list[dict[str, Any]] = []
+
+    def push(self, step: int) -> dict[str, str]:
+        """Publish the trainer's weights on every engine, verified; returns version and digest.
+
+        Lent memory that the engines cannot open (CUDA IPC may be forbidden where this runs) gives way to files, once,
+        at the first push, and only where nobody asked for lending.
+        """
+        try:
+            out = self._publish(step, self.transport)
+        except PublishError as error:
+            if not (self._may_change and self.transport == "lend" and error.reached is State.CACHES_CLEARED):
+                raise
+            self.transport, self.reason = "file", f"lending failed: {next(iter(error.failures.values()), error)}"
+            # a full push heals the engines that the failed one has poisoned
+            out = self._publish(step, self.transport)
+        self._may_change = False
+        return out
+
+    def _publish(self, step: int, transport: str) -> dict[str, str]:
+        folder = self._folder / f"{step}-{transport}"
+        sizes = self._fleet.sizes
+        export = (str(folder), self._run_id, step, transport == "lend", sizes)
+        exported: dict[str, str] = self._fleet.all(self._fleet.trainers, "export", *export)[0]
+        try:
+            self._publisher.publish(folder, PolicyVersion(self._run_id, step, exported["digest"]))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return exported
+
+    def prove(self, step: int) -> None:
+        """Compare the sha256 of every shard that the engines hold with the trainer's, beyond what the push compared.
+
+        Raises:
+            PublishError: an engine holds other bytes.
+        """
+        failures, shards = {}, 0
+        for engine in self._publisher.engines.values():
+            expected = self._fleet.all(self._fleet.trainers, "shard_digests", engine.tp)[0]
+            shards += len(expected)
+            if wrong := differing_shards(expected, engine.shard_digests()):
+                failures[engine.name] = f"{len(wrong)} shards have another sha256: {', '.join(wrong[:8])}"
+        version = str(self._publisher.version)
+        self.proofs.append({"step": step, "version": version, "shards": shards, "different": len(failures)})
+        if failures:
+            raise PublishError(f"engines do not hold the bytes of {version}:", failures, None)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "asked": self._fleet.config.weights,
+            "transport": self.transport,
+            "reason": self.reason,
+            "sha256_proofs": self.proofs,
+        }
+
+
+@contextmanager
+def weights_folder(root: Path, run_id: str) -> Iterator[Path]:
+    """Where pushes travel: shared memory where there is any, else the run directory; removed afterwards."""
+    shared = Path("/dev/shm")
+    base = shared if shared.is_dir() else root
+    folder = Path(tempfile.mkdtemp(prefix=f"rl-parity-{run_id}-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,149 @@
+"""Going on with a run in a later sitting: what may change, what must not, and what a broken-off one leaves behind."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rl_contract import ContractError
+from rl_parity import state
+from rl_parity.config import RunConfig
+from rl_parity.rundir import RunDirectory
+from rl_parity.state import Saved
+
+# how a run is carried out, as opposed to what it computes
+CHANGEABLE = (
+    "steps",
+    "timeout",
+    "launcher",
+    "save_every",
+    "gpus",
+    "placement",
+    "gpu_memory_utilization",
+    "sleep",
+    "weights",
+)
+
+
+@dataclass
+class Point:
+    """Where one arm goes on: its saved state and its records so far; ``dropped`` are steps done after the state."""
+
+    saved: Saved | None = None
+    records: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        return 0 if self.saved is None else self.saved.step
+
+
+def config_of(directory: RunDirectory, given: Mapping[str, Any]) -> RunConfig:
+    """The run's own configuration with what ``given`` may change.
+
+    Args:
+        given: options of the resuming command, by field of ``RunConfig``.
+
+    Raises:
+        ContractError: the directory holds no such run, or an option says something else than the run; all are named.
+    """
+    manifest = directory.manifest()
+    try:
+        own = RunConfig.from_dict({**manifest["config"], "out": str(directory.root)})
+    except TypeError as error:
+        raise ContractError(
+            f"{directory.root}: its config is of another rl-parity ({error}); use that version"
+        ) from None
+    problems = [
+        f"--{name.replace('_', '-')} {_shown(value)} differs from the run's {_shown(getattr(own, name))}"
+        for name, value in given.items()
+        if name not in (*CHANGEABLE, "out") and value != getattr(own, name)
+    ]
+    if "out" in given and Path(given["out"]).resolve() != directory.root.resolve():
+        problems.append(f"--out {given['out']} is another directory than --resume {directory.root}")
+    if manifest["status"] == "mismatch":
+        problems.append("the run ended with a mismatch; there is nothing to go on from")
+    changes = {name: value for name, value in given.items() if name in CHANGEABLE}
+    if "steps" not in changes:
+        problems.append("--steps is missing; say how many steps the whole run shall have")
+    if problems:
+        changeable = ", ".join(f"--{name.replace('_', '-')}" for name in CHANGEABLE)
+        raise ContractError(
+            f"--resume {directory.root}: {'; '.join(problems)}; a run goes on as it began, only {changeable} may change"
+        )
+    values = {f.name: getattr(own, f.name) for f in fields(RunConfig)}
+    return RunConfig(**{**values, **changes})
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value in ("", None) else str(value)
+
+
+def points(directory: RunDirectory, config: RunConfig) -> dict[str, Point]:
+    """Where each arm of the run goes on.
+
+    Raises:
+        ContractError: an arm has steps but no saved state, its files contradict each other, or more steps are done than
+            are asked for.
+    """
+    run_id = directory.manifest()["run_id"]
+    found: dict[str, Point] = {}
+    problems = []
+    for arm in config.arms:
+        records = directory.steps(arm, torn=True)
+        saved = state.latest(directory.root / arm / "state")
+        if saved is None:
+            if records:
+                problems.append(f"{arm} arm: {len(records)} steps and no saved state; save with --save-every")
+            found[arm] = Point()
+            continue
+        done = [record for record in records if record["step"] < saved.step]
+        if saved.run_id != run_id or [r["step"] for r in done] != list(range(saved.step)):
+            problems.append(f"{arm} arm: the state is of {saved.run_id}, step {saved.step}; the records are not")
+        if saved.step > config.steps:
+            problems.append(f"{arm} arm: {saved.step} steps are done, --steps {config.steps} asks for fewer")
+        found[arm] = Point(saved=saved, records=done, dropped=records[len(done) :])
+    if problems:
+        raise ContractError(f"--resume {directory.root}: {'; '.join(problems)}")
+    return found
+
+
+def rewind(directory: RunDirectory, arm: str, point: Point) -> None:
+    """Take back what was done after the saved state and will be done again: records, samples, ledger lines."""
+    root = directory.root / arm
+    _replace(root / "steps.jsonl", "".join(json.dumps(record) + "\n" for record in point.records))
+    for step in directory.sample_steps(arm):
+        if step >= point.step:
+            directory.samples_path(arm, step).unlink()
+    ledger = root / "ledger.jsonl"
+    if ledger.is_file():
+        _replace(ledger, "".join(_kept(ledger.read_text(encoding="utf-8"), point.step)))
+
+
+def restart(directory: RunDirectory, arm: str) -> None:
+    """Remove an arm that never recorded a step, so that it can begin."""
+    shutil.rmtree(directory.root / arm, ignore_errors=True)
+
+
+def _kept(text: str, step: int) -> list[str]:
+    """Ledger lines up to the one with which ``step - 1`` consumed its samples."""
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        # the last line may be cut off, and comes after
+        if line.startswith('{"event":"step"') and json.loads(line)["step"] == step - 1:
+            return lines[: number + 1]
+    raise ContractError(f"the ledger does not hold step {step - 1}; restore it, or start the run again")
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.chmod(name, 0o644)
+    os.replace(name, path)

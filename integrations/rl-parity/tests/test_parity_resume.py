@@ -1,0 +1,165 @@
+"""A run in two sittings is the run in one: every bit, every record, one ledger; and what must not be resumed is not."""
+
+import json
+
+import parity_workers
+import pytest
+import torch
+
+from rl_contract import ContractError
+from rl_parity import cli, preflight, state
+from rl_parity.rundir import RunDirectory
+from vime_sync import StepLedger
+
+pytest.importorskip("vllm")
+pytest.importorskip("megatron.core")
+
+SMALL = ["--batch", "2", "--group", "2", "--max-new-tokens", "4", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def workers(monkeypatch):
+    monkeypatch.setattr("rl_parity.fleet.make_launcher", lambda kind, logs: parity_workers.InlineLauncher())
+    memory = preflight.psutil.virtual_memory()
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: memory._replace(available=64 * preflight.GIB))
+    parity_workers.FAULTS.clear()
+    yield
+    parity_workers.FAULTS.clear()
+
+
+def start(out, *options):
+    return cli.main(["run", "--out", str(out), *SMALL, *options])
+
+
+def resume(out, *options):
+    return cli.main(["run", "--resume", str(out), *options])
+
+
+def test_two_and_two_steps_are_four_steps(tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start(whole, "--steps", "4", "--arm", "both") == 0
+    assert start(parts, "--steps", "2", "--arm", "both", "--save-every", "2") == 0
+    first = RunDirectory(parts).steps("strict")
+    assert resume(parts, "--steps", "4") == 0
+    directory = RunDirectory(parts)
+    assert directory.steps("strict")[:2] == first
+    assert [s["step"] for s in directory.steps("native")] == [0, 1, 2, 3]
+    assert cli.main(["compare", str(whole), str(parts)]) == 0
+    assert directory.summary()["arms"]["strict"]["steps"] == 4
+    manifest = directory.manifest()
+    assert [s.get("from_step") for s in manifest["sittings"]] == [None, {"native": 2, "strict": 2}]
+    with StepLedger(parts / "strict" / "ledger.jsonl", run_id=manifest["run_id"]) as ledger:
+        assert ledger.check_run(4)["steps"] == 4
+        assert ledger.sittings == [(2, directory.steps("strict")[2]["weight_digest"])]
+    published = [r for r in json.loads((parts / "strict" / "sync.json").read_text()) if r["state"] == "published"]
+    assert len(published) == 4
+    # one state is kept, the newest
+    assert [p.name for p in (parts / "strict" / "state").iterdir()] == ["step-00004"]
+    assert len(directory.evidence("strict")["earlier"]) == 1
+    assert "sittings" in (parts / "report.html").read_text()
+
+
+def test_steps_after_the_last_saved_state_are_done_again_and_come_out_the_same(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start(whole, "--steps", "5") == 0
+    assert start(parts, "--steps", "3", "--save-every", "2") == 0
+    # as if killed in step 3, after its samples were entered: the state of step 2 is the last one
+    last = parts / "strict" / "state" / "step-00003"
+    state_of_two = tmp_path / "two"
+    assert start(state_of_two, "--steps", "2", "--save-every", "1") == 0
+    (state_of_two / "strict" / "state" / "step-00002").rename(last.with_name("step-00002"))
+    for path in last.iterdir():
+        path.unlink()
+    last.rmdir()
+    described = last.with_name("step-00002") / state.DESCRIPTION
+    run_id = RunDirectory(parts).manifest()["run_id"]
+    described.write_text(json.dumps({**json.loads(described.read_text()), "run_id": run_id}))
+    with open(parts / "strict" / "steps.jsonl", "a") as stream:
+        stream.write('{"step": 3, "cut o')
+    with open(parts / "strict" / "ledger.jsonl", "a") as stream:
+        stream.write('{"event":"ver')
+    assert resume(parts, "--steps", "5") == 0
+    assert cli.main(["compare", str(whole), str(parts)]) == 0
+    again = RunDirectory(parts).manifest()["sittings"][-1]["done_again"]["strict"]
+    assert again == [{"step": 2, "weight_digest": RunDirectory(whole).steps("strict")[2]["weight_digest"]}]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--steps", "4", "--lr", "0.1", "--seed", "3"], ["--lr 0.1 differs from the run's 0.0004", "--seed 3"]),
+        (["--steps", "4", "--train", "tp=2"], ["--train tp=2,cp=1 differs from the run's tp=1,cp=1"]),
+        (["--steps", "4", "--out", "/tmp/elsewhere"], ["--out /tmp/elsewhere is another directory"]),
+        ([], ["--steps is missing"]),
+        (["--steps", "1"], ["2 steps are done, --steps 1 asks for fewer"]),
+        (["--steps", "4", "--weights", "paper"], []),
+    ],
+)
+def test_a_run_goes_on_as_it_began_or_not_at_all(tmp_path, capsys, options, words):
+    assert start(tmp_path / "out", "--steps", "2", "--save-every", "1") == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    if not words:
+        with pytest.raises(SystemExit):
+            resume(tmp_path / "out", *options)
+        return
+    assert resume(tmp_path / "out", *options) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == before
+
+
+def test_a_run_without_a_saved_state_cannot_be_resumed(tmp_path, capsys):
+    assert start(tmp_path / "out", "--steps", "2") == 0
+    assert resume(tmp_path / "out", "--steps", "4") == 2
+    assert "2 steps and no saved state; save with --save-every" in capsys.readouterr().err
+    assert cli.main(["run", "--resume", str(tmp_path / "nothing"), "--steps", "4"]) == 2
+
+
+def test_a_run_with_a_mismatch_cannot_be_resumed(tmp_path, capsys):
+    parity_workers.FAULTS.add("rollout bits")
+    assert start(tmp_path / "out", "--steps", "2", "--save-every", "1") == 1
+    assert resume(tmp_path / "out", "--steps", "4") == 2
+    assert "ended with a mismatch" in capsys.readouterr().err
+
+
+def test_a_run_interrupted_before_its_first_step_begins_again(tmp_path):
+    parity_workers.FAULTS.add("interrupt")
+    assert start(tmp_path / "out", "--steps", "2", "--save-every", "1") == 130
+    parity_workers.FAULTS.clear()
+    assert resume(tmp_path / "out", "--steps", "2") == 0
+    assert RunDirectory(tmp_path / "out").manifest()["status"] == "finished"
+
+
+def test_a_state_with_another_bit_or_of_another_model_is_refused(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "1", "--save-every", "1") == 0
+    (file,) = (out / "strict" / "state" / "step-00001").glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert resume(out, "--steps", "2") == 3
+    assert "state.json says" in capsys.readouterr().err
+    file.write_bytes(whole)
+    model = out / "model" / "model.safetensors"
+    held = model.read_bytes()
+    model.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    assert resume(out, "--steps", "2") == 2
+    assert "give the same checkpoint" in capsys.readouterr().err
+    # a built-in model that is gone is made again
+    for path in (out / "model").iterdir():
+        path.unlink()
+    assert resume(out, "--steps", "2") == 0
+
+
+def test_state_of_a_rank_comes_back_whole(tmp_path):
+    held = {"steps": 3, "state": {"a.b": {"master": torch.randn(3, 2), "x": torch.tensor(2.5)}, "c": torch.arange(4)}}
+    digest = state.write_rank(tmp_path, 1, held)["digest"]
+    back = state.read_rank(tmp_path, 1, digest)
+    assert back["steps"] == 3
+    assert torch.equal(back["state"]["a.b"]["master"], held["state"]["a.b"]["master"])
+    assert back["state"]["a.b"]["x"].shape == ()
+    with pytest.raises(ContractError, match="says 0000"):
+        state.read_rank(tmp_path, 1, "0" * 64)
+    with pytest.raises(ContractError, match="cannot be read"):
+        state.read_rank(tmp_path, 2, digest)
+    with pytest.raises(ContractError, match="slash"):
+        state.write_rank(tmp_path, 0, {"a/b": torch.zeros(1)})
