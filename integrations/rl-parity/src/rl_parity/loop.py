@@ -65,7 +65,7 @@ class Arm:
             WorkerFailure, PublishError: an engine, a trainer rank or a push failed.
         """
         logs = self.directory.root / self.name / "logs"
-        progress = Progress(self.name, self.config.steps)
+        progress = Progress(self.name, self.config.steps, done=self.records)
         try:
             progress.phase("starting workers")
             longest = max(len(p.ids) for p in self.prompts) + self.config.max_new_tokens

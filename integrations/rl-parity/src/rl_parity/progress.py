@@ -2,21 +2,27 @@
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 
 class Progress:
-    """One per arm. ``phase`` says what is happening, ``step`` what came out."""
+    """One per arm. ``phase`` says what is happening, ``step`` what came out; ``done`` are records of earlier sittings."""
 
-    def __init__(self, arm: str, steps: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, arm: str, steps: int, stream: TextIO | None = None, done: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._arm, self._steps, self._stream = arm, steps, stream or sys.stderr
-        self._valid = self._mismatches = 0
+        self._valid = sum(record["valid_count"] for record in done)
+        self._mismatches = sum(record["mismatch_count"] for record in done)
         self._started = time.monotonic()
         self._bar: Any = None
         if self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=steps, desc=arm, unit="step", file=self._stream, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=steps, initial=len(done), desc=arm, unit="step", file=self._stream, dynamic_ncols=True
+            )
 
     def phase(self, name: str) -> None:
         if self._bar is not None:

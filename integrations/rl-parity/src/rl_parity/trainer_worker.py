@@ -82,7 +82,8 @@ class TrainerWorker:
         if tensors is None:
             return None
         if lend:
-            self._loan = self._loan or Loan("cuda:0" if self._device == "cuda" else "cpu")
+            # beside the pushes, where it goes with them however the run ends
+            self._loan = self._loan or Loan("cuda:0" if self._device == "cuda" else "cpu", Path(directory).parent)
             manifest = self._loan.fill(tensors)
             version = PolicyVersion(run_id, step, manifest.digest)
             lend_weights(directory, self._loan, version, model_shape(self._trainer.model), tps)
