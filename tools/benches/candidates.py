@@ -89,6 +89,9 @@ def trees(m: int) -> list[Kernel]:
         _k("hopper", 128, 128, 64, 8, 4),
         _k("hopper", 128, 128, 64, 8, 6),
         _k("hopper", 128, 128, 64, 8, 5, group_m=16),
+        _k("hopper", 128, 128, 64, 8, 5, parts=2),
+        _k("hopper", 128, 128, 64, 8, 5, parts=4),
+        _k("hopper", 128, 128, 64, 8, 5, parts=8),
         _k("tree", 128, 256, 64, 8, 3, slices=4),
         _k("tree", 128, 128, 64, 4, 3, slices=4, per_sm=2),
         _k("tree", 64, 128, 64, 4, 4, slices=2, per_sm=2),
@@ -122,3 +125,44 @@ def leaf_grids(m: int) -> list[Kernel]:
             k for k in small(block) if (k.block_n, k.block_k, k.kind) in wanted and not (k.kind == "leaf" and k.swap)
         ]
     return [k for k in middle() if k.block_m * k.block_n >= 64 * 64]
+
+
+def narrow(m: int) -> list[Kernel]:
+    """Chains of a small or unaligned weight, where wide tiles leave most of the GPU idle."""
+    if m <= 32:
+        rows = 16 if m <= 16 else 32
+        leaf = [(16, 512, 2, 3), (32, 256, 2, 4), (16, 256, 2, 4)]
+        return [
+            *(_k("leaf", rows, *spec) for spec in leaf),
+            _k("leaf", rows, 64, 128, 4, 5, swap=True),
+            _k("tma", rows, 16, 256, 2, 4, per_sm=3),
+            _k("tma", rows, 64, 256, 4, 4, swap=True),
+        ]
+    leaf = [(16, 16, 256, 2, 4), (32, 16, 256, 2, 4), (32, 32, 128, 4, 5), (64, 16, 256, 4, 4), (64, 32, 128, 4, 5)]
+    return [
+        *(_k("leaf", *spec) for spec in leaf),
+        _k("tma", 64, 16, 256, 4, 4),
+        _k("tma", 64, 32, 128, 4, 5, per_sm=2),
+        _k("tma", 64, 64, 128, 4, 5),
+    ]
+
+
+def gated(m: int) -> list[Kernel]:
+    """gate_up and SwiGLU in one kernel; ``block_n`` counts the columns of each half."""
+    if m <= 32:
+        rows = 16 if m <= 16 else 32
+        swapped = [(64, 128, 4, 4, 1), (64, 128, 4, 5, 1), (64, 64, 4, 5, 2)]
+        swapped += [(64, 256, 4, 3, 1), (64, 128, 4, 3, 2)] if rows == 16 else [(64, 256, 4, 2, 1)]
+        plain = [(32, 256, 4, 4, 1), (32, 128, 4, 5, 2), (32, 128, 4, 3, 3), (32, 128, 2, 4, 2), (16, 256, 2, 3, 3)]
+        return [_k("gated", rows, *s[:4], per_sm=s[4], swap=True) for s in swapped] + [
+            _k("gated", rows, *s[:4], per_sm=s[4]) for s in plain
+        ]
+    if m <= 64:
+        shapes = [(64, 32, 128, 4, 5, 1), (64, 32, 128, 4, 3, 2), (64, 32, 64, 4, 5, 2), (64, 64, 128, 4, 4, 1)]
+        shapes += [(64, 64, 64, 4, 4, 2)]
+    elif m <= 128:
+        shapes = [(64, 64, 128, 4, 4, 1), (64, 64, 64, 4, 4, 2), (128, 32, 64, 4, 4, 2), (128, 64, 64, 8, 6, 1)]
+        shapes += [(128, 64, 128, 8, 3, 1)]
+    else:
+        shapes = [(128, 64, 64, 8, 6, 1), (128, 64, 64, 4, 3, 2), (128, 128, 64, 8, 4, 1)]
+    return [_k("gated", *s[:5], per_sm=s[5]) for s in shapes]

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benches import data, shapes, timing
+from benches import data, peers, shapes, timing
 
+GATE_UP = "gate_up+swiglu"
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
 GRADIENT_M = (1024, 4096, 8192)
 _BATCH_INVARIANT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -44,6 +45,11 @@ def cases() -> Iterator[dict[str, Any]]:
         for name, (n, k, _) in shapes.layers(model).items():
             for m in shapes.M_LIST[::2]:
                 yield {"group": f"{model} tp1", "layer": name, "op": "chain", "n": n, "k": k, "m": m, "leaves": 1}
+    for model, tp in (("qwen3-8b", 1), ("qwen3-8b", 4), ("qwen3-0.6b", 1), ("qwen3-32b", 1)):
+        n, k, _ = shapes.layers(model, tp)["gate_up"]
+        for m in shapes.M_LIST[:10]:
+            case = {"group": f"{model} tp{tp}", "layer": "gate_up", "op": GATE_UP, "n": n, "k": k, "m": m}
+            yield case | {"leaves": 1}
     for name, (n, k, _) in shapes.ODD.items():
         for m in (1, 16, 100, 1000, 4096):
             yield {"group": "odd", "layer": name, "op": "chain", "n": n, "k": k, "m": m, "leaves": 1}
@@ -66,6 +72,12 @@ def _calls(case: dict[str, Any]) -> tuple[dict[str, Callable[[int], object]], in
         calls = {
             "cublas": lambda i: torch.mm(dy.t(), x, out_dtype=torch.float32),
             "strict": lambda i: _ops().grad_weight(dy, x),
+        }
+    elif op == GATE_UP:
+        calls = {
+            "cublas, silu_and_mul": lambda i: peers.silu_and_mul(torch.mm(x, weights[i].t())),
+            "strict unfused": lambda i: _ops().swiglu(_ops().matmul(x, weights[i], None, 1, torch.bfloat16)),
+            "strict": lambda i: _ops().gate_up_swiglu(x, weights[i]),
         }
     else:
         calls = {
@@ -99,7 +111,9 @@ def _measure(budget: float, only: str | None = None, match: str = "") -> list[di
             break
         calls, rotate = _calls(case)
         if only:
-            calls = {only: calls[only]}
+            calls = {name: call for name, call in calls.items() if name == only}
+            if not calls:
+                continue
         else:
             case = case | {"plan": _plan(case, calls["strict"])}
         large = case["m"] * case["n"] * case["k"] > 2e12
@@ -144,8 +158,8 @@ def _rows(measured: list[dict[str, Any]], invariant: dict[str, float]) -> list[d
             "plan": case["plan"],
             "strict_us": round(strict, 2),
         }
-        peers = {"cublas": case["times"]["cublas"], "vllm batch-invariant": invariant.get(_key(case))}
-        for peer, us in peers.items():
+        against = {peer: us for peer, us in case["times"].items() if peer != "strict"}
+        for peer, us in (against | {"vllm batch-invariant": invariant.get(_key(case))}).items():
             if us is not None:
                 rows.append(head | {"peer": peer, "peer_us": round(us, 2), "ratio": round(us / strict, 3)})
     return rows
@@ -171,6 +185,17 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def mean(op: str, keep: Callable[[int], bool]) -> float | None:
         return _mean([r["ratio"] for r in ours if r["op"] == op and keep(r["shape"][0])])
 
+    invariant = [
+        r["ratio"]
+        for r in rows
+        if r["peer"] == "vllm batch-invariant"
+        and (r["group"], r["op"]) == ("qwen3-8b tp1", "chain")
+        and r["shape"][0] <= 32
+    ]
+
+    def fused(peer: str) -> float | None:
+        return _mean([r["ratio"] for r in rows if r["op"] == GATE_UP and r["peer"] == peer and r["shape"][0] <= 64])
+
     return {
         "chain M>=64, geo-mean >= 0.99": mean("chain", lambda m: m >= 64),
         "chain M<=32, geo-mean >= 1.00": mean("chain", lambda m: m <= 32),
@@ -181,13 +206,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tree(8) M<=64 >= 0.95": mean("tree(8)", lambda m: m <= 64),
         "dX >= 0.97": mean("dX", lambda m: True),
         "dW >= 0.97": mean("dW", lambda m: True),
-        "chain against vllm batch-invariant, M<=32": _mean(
-            [
-                r["ratio"]
-                for r in rows
-                if r["peer"] != "cublas" and r["group"] == "qwen3-8b tp1" and r["op"] == "chain" and r["shape"][0] <= 32
-            ]
-        ),
+        "gate_up+swiglu against strict unfused, M<=64": fused("strict unfused"),
+        "gate_up+swiglu against cublas, silu_and_mul, M<=64 >= 1.00": fused("cublas, silu_and_mul"),
+        "chain against vllm batch-invariant, M<=32": _mean(invariant),
     }
 
 

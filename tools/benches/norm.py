@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -86,9 +88,20 @@ def _copy(total: int) -> tuple[Callable[[int], object], int]:
 
 def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and targets."""
-    vllm, rows = _vllm(), []
+    rows = again(budget, "")
+    return rows, summary(rows)
+
+
+def again(budget: float, match: str) -> list[dict[str, Any]]:
+    """Rows of the matching cases."""
+    started, vllm, rows = time.time(), _vllm(), []
     for m in ROWS:
+        if time.time() - started > budget:
+            print(f"norm: budget reached before M={m}", flush=True)
+            break
         for name, (moved, calls, rotate) in _cases(m, vllm).items():
+            if not re.search(match, f"{name} M={m}"):
+                continue
             copy, copies = _copy(moved)
             # both sides must index within their pools, so the smaller rotation serves both
             times = timing.time_calls({**calls, "copy": copy}, rotate=min(rotate, copies), rounds=9)
@@ -107,7 +120,7 @@ def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                         }
                     )
             torch.cuda.empty_cache()
-    return rows, summary(rows)
+    return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,11 @@ Adversarial data (normal, exponents spread over 2**-10 to 2**10, cancelling halv
 The reference is one Triton kernel with fixed tiles, itself compared with the CPU model of the matrix unit.
 """
 
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -77,6 +82,8 @@ def test_every_kernel_of_the_plan_file_has_the_same_fp32_bits():
         want = {g: reference(x, weight, g) for g in (1, 2, 4, 8, 16)}
         assert not equal(want[1], want[2])
         for kernel in plans.shipped("sm90").kernels.values():
+            if kernel.kind == "gated":
+                continue
             for leaves in (1, 2, 4, 8, 16) if kernel.kind in ("tree", "hopper") else (1, 8):
                 if not gpu._fits(kernel, x, weight, 4096 // leaves, 1):
                     continue
@@ -181,6 +188,18 @@ def test_twenty_repeats_of_every_gradient_are_equal():
     assert ((first[1].double() - exact).norm() / exact.norm()) < 5e-3
 
 
+def test_twenty_repeats_of_row_and_swiglu_gradients_are_equal():
+    x = matrix(2000, 2048, "normal", 43).requires_grad_()
+    weight = matrix(1024, 1024, "normal", 44).requires_grad_()
+    dy = matrix(2000, 1024, "normal", 45)
+    first = None
+    for _ in range(20):
+        y = rl_gemm.row_parallel_linear(rl_gemm.swiglu(x), weight, leaves=8)
+        grads = torch.autograd.grad(y, (x, weight), dy)
+        first = first or grads
+        assert all(torch.equal(a, b) for a, b in zip(first, grads))
+
+
 @pytest.mark.parametrize("m", [1, 16, 64, 500])
 @pytest.mark.parametrize("leaves", [1, 8])
 def test_graph_replay_equals_eager(m, leaves):
@@ -254,6 +273,19 @@ def test_more_than_2_to_the_31_elements():
     assert equal(y[:-1], reference(x[:1].clone(), weight).expand(m - 1, -1).contiguous())
 
 
+def test_merge_of_more_than_2_to_the_31_elements():
+    from rl_gemm import triton_gemm
+
+    parts = torch.zeros(16, 35_000, 4096, device="cuda")
+    assert parts.numel() > 2**31
+    for i in (0, 12, 15):
+        parts[i, -1] = torch.randn(4096, device="cuda")
+    out = torch.empty(35_000, 4096, device="cuda")
+    triton_gemm.merge(parts, None, out)
+    assert equal(out[-1], parts[0, -1] + (parts[12, -1] + parts[15, -1]))
+    assert not out[:-1].any()
+
+
 def test_library_switches_are_restored():
     matmul = torch.backends.cuda.matmul
     state = lambda: (  # noqa: E731
@@ -278,6 +310,21 @@ def test_library_that_splits_k_is_no_backend():
     assert equal(vendor.matmul(x, weight, None, torch.float32), want)
 
 
+def test_certify_refuses_a_library_that_splits_k():
+    """The tool itself, on the layer o at 16 rows: exit status 1 as the library comes, 0 without the split."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "tools" / "certify").exists():
+        pytest.skip("needs the repository's tools")
+    plan = files("rl_gemm") / "plans" / "sm90.json"
+    command = [sys.executable, root / "tools" / "certify", "--plan", plan, "--shape", "4096,4096", "--rows", "16"]
+    refused, passed = (
+        subprocess.run([*command, *more], capture_output=True, text=True, cwd=root) for more in (["--default"], [])
+    )
+    assert refused.returncode == 1, refused.stderr[-500:]
+    assert "refused, other bits at M=[16]" in refused.stdout
+    assert passed.returncode == 0, passed.stdout + passed.stderr[-500:]
+
+
 def test_without_a_certificate_the_kernel_runs(monkeypatch):
     from dataclasses import replace
 
@@ -294,6 +341,61 @@ def test_compiled_equals_eager():
     x, weight = matrix(40, 1024, "normal", 39), matrix(512, 1024, "normal", 40)
     compiled = torch.compile(lambda a, b: rl_gemm.swiglu(rl_gemm.linear(a, b, leaves=4)), fullgraph=True)
     assert torch.equal(compiled(x, weight), rl_gemm.swiglu(rl_gemm.linear(x, weight, leaves=4)))
+
+
+def test_gate_up_swiglu_has_the_bits_of_the_two_in_turn():
+    """Every M of the list, beside the reference chain and the SwiGLU kernel; the plan's own shapes run fused."""
+    for n, k in ((24576, 4096), (6144, 4096), (6144, 1024), (1000, 4096)):
+        for kind in DATA:
+            x, weight = matrix(333, k, kind, 46), matrix(n, k, kind, 47)
+            want = rl_gemm.swiglu(reference(x, weight).bfloat16())
+            reset_launches()
+            for m in (m for m in M_LIST if m <= 333):
+                got = rl_gemm.gate_up_swiglu(x[:m], weight)
+                assert torch.equal(got.view(torch.int16), want[:m].view(torch.int16)), (n, k, kind, m)
+            used = {r["kernel"] for r in launches()}
+            assert (n != 24576) or "rl_gemm.triton.gated" in used
+            assert {"gemm.column", "swiglu"} == {r["boundary"] for r in launches()}
+
+
+def test_every_gated_kernel_of_the_plan_has_the_bits_of_the_two_in_turn():
+    """Odd sizes, where a tile of gate hangs over into up; NaN where nothing may be read."""
+    from rl_gemm import gpu
+
+    own = [k for k in plans.shipped("sm90").kernels.values() if k.kind == "gated"]
+    assert own
+    for kind in DATA:
+        for f, k in ((1000, 2048), (24, 136), (1, 512)):
+            x = torch.full((401, k), float("nan"), device="cuda", dtype=torch.bfloat16)
+            x[:333] = matrix(333, k, kind, 48)
+            weight = matrix(2 * f, k, kind, 49)
+            want = rl_gemm.swiglu(reference(x[:333], weight).bfloat16())
+            for kernel in own:
+                out = torch.full((333, f), float("nan"), device="cuda", dtype=torch.bfloat16)
+                gpu._gated().launch(kernel, x[:333], weight, out, 132)
+                assert torch.equal(out.view(torch.int16), want.view(torch.int16)), (kernel.name, f, k, kind)
+
+
+def test_gate_up_swiglu_views_gradient_and_graph():
+    x, weight = matrix(16, 4096, "normal", 50), matrix(24576, 4096, "normal", 51)
+    want = rl_gemm.gate_up_swiglu(x, weight)
+    assert torch.equal(rl_gemm.gate_up_swiglu(x[5:6].clone(), weight), want[5:6])
+    wide = torch.zeros(16, 4099, device="cuda", dtype=torch.bfloat16)
+    wide[:, 3:] = x
+    assert torch.equal(rl_gemm.gate_up_swiglu(wide[:, 3:], weight), want)
+    assert torch.equal(rl_gemm.gate_up_swiglu(x, weight.t().contiguous().t()), want)
+    assert rl_gemm.gate_up_swiglu(x[:0], weight).shape == (0, 12288)
+    trained = rl_gemm.gate_up_swiglu(x, weight.requires_grad_())
+    assert torch.equal(trained, want)
+    trained.sum().backward()
+    assert weight.grad.isfinite().all()
+    weight = weight.detach()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = rl_gemm.gate_up_swiglu(x, weight)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, want)
 
 
 def test_swiglu_bits_and_gradient():

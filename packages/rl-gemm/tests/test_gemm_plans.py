@@ -65,6 +65,9 @@ def test_malformed_files_are_rejected():
     broken(lambda d: d["kernels"][name].update(stages=5))
     broken(lambda d: d["rows"][0].update(use="nothing"))
     broken(lambda d: d["rows"][0].update(operation="conv"))
+    broken(lambda d: d["kernels"][name].update(parts=2))
+    broken(lambda d: d["rows"][0].update(use="unfused"))
+    broken(lambda d: d["rows"].append(d["rows"][0] | {"operation": plans.GATE_UP}))
     broken(lambda d: d["rows"].pop())
     broken(lambda d: d["rows"][0].update(use="library"))
 
@@ -85,6 +88,20 @@ def test_the_library_needs_a_certificate_of_this_environment():
         (here, ("forward", 8, 16, 64, True)),
     ):
         assert not own.certified(environment, *args)
+
+
+def test_a_gated_kernel_serves_gate_up_alone():
+    gated = plans.Kernel(kind="gated", block_m=16, block_n=64, block_k=64, warps=4, stages=3)
+    file = small()
+    file["kernels"][gated.name] = gated.to_dict()
+    row = {"operation": plans.GATE_UP, "n": 8, "k": 16, "leaves": 1, "m": 16, "use": gated.name}
+    last = row | {"m": plans.ANY_M, "use": plans.UNFUSED}
+    own = plans.Plans.from_dict(file | {"rows": [*file["rows"], row, last]})
+    assert own.choices(plans.GATE_UP, 8, 16, 1, 16) == [gated.name]
+    assert own.choices(plans.GATE_UP, 8, 16, 1, 17) == [plans.UNFUSED]
+    assert own.choices(plans.GATE_UP, 8, 32, 1, 1) == []
+    with pytest.raises(ContractError, match="gated"):
+        plans.Plans.from_dict(file | {"rows": [*file["rows"], row | {"operation": "forward"}]})
 
 
 def test_names_spell_the_kernel():

@@ -57,6 +57,11 @@ BAD = {
     "fused 3": (lambda: rl_gemm.column_parallel_linear(X, W, fused=3), "fused=3"),
     "grad_input shape": (lambda: ops.grad_input(torch.zeros(3, 7), W), "one N"),
     "grad_weight shape": (lambda: ops.grad_weight(torch.zeros(3, 8), torch.zeros(4, 24)), "one T"),
+    "gate_up odd": (lambda: rl_gemm.gate_up_swiglu(X, torch.zeros(7, 24)), "2 sections"),
+    "gate_up none": (lambda: rl_gemm.gate_up_swiglu(X, torch.zeros(0, 24)), "F > 0"),
+    "gate_up K": (lambda: rl_gemm.gate_up_swiglu(X, torch.zeros(8, 23)), "one K"),
+    "gate_up fp16": (lambda: rl_gemm.gate_up_swiglu(half(3, 24), half(8, 24)), "float16"),
+    "gate_up leaves": (lambda: rl_gemm.gate_up_swiglu(X, W, comm=FakeRank(), leaves=2), "multiple of the TP"),
     "swiglu odd": (lambda: rl_gemm.swiglu(torch.zeros(3, 5)), "2F"),
     "swiglu none": (lambda: rl_gemm.swiglu(torch.zeros(3, 0)), "F > 0"),
     "swiglu fp16": (lambda: rl_gemm.swiglu(half(3, 4)), "float16"),
@@ -99,6 +104,7 @@ def test_ops_keep_the_rules_of_custom_ops():
     torch.library.opcheck(ops.matmul, (x, w, b, 1, torch.bfloat16), test_utils=checks)
     torch.library.opcheck(ops.grad_input, (torch.randn(5, 16), w, 2, 2), test_utils=checks)
     torch.library.opcheck(ops.grad_weight, (torch.randn(5, 16), x), test_utils=checks)
+    torch.library.opcheck(ops.gate_up_swiglu, (x, w), test_utils=checks)
     torch.library.opcheck(ops.swiglu, (x,), test_utils=checks)
     torch.library.opcheck(ops.swiglu_backward, (torch.randn(5, 16), x), test_utils=checks)
 

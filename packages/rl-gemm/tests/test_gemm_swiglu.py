@@ -101,3 +101,38 @@ def test_threads_never_show_in_the_bits(threads):
 
 def test_empty_rows():
     assert rl_gemm.swiglu(torch.empty(0, 4, 10)).shape == (0, 4, 5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gate_up_swiglu_has_the_bits_of_the_two_in_turn(dtype):
+    x, weight = torch.randn(3, 67, 96).to(dtype), torch.randn(2 * 4096, 96).to(dtype)
+    reset_launches()
+    got = rl_gemm.gate_up_swiglu(x, weight)
+    assert {r["boundary"] for r in launches()} == {"gemm.column", "swiglu"}
+    assert got.shape == (3, 67, 4096)
+    assert torch.equal(got, rl_gemm.swiglu(rl_gemm.linear(x, weight)))
+    early = rl_gemm.swiglu(rl_gemm.linear(x, weight, out_dtype=torch.float32)).to(dtype)
+    # what a fused epilogue would give that leaves out the rounding of gate_up
+    assert torch.equal(got, early) == (dtype == torch.float32)
+
+
+def test_gate_up_swiglu_gradients_are_those_of_the_two_in_turn(on_ranks):
+    x, weight = torch.randn(9, 64), torch.randn(64, 64)
+    dy = torch.randn(9, 32)
+
+    def gradients(call, comm=None, rank=0, world=1):
+        # rank r holds the r-th part of gate and of up
+        mine = weight.view(2, world, -1, 64)[:, rank].reshape(-1, 64)
+        inputs = x.clone().requires_grad_(), mine.clone().requires_grad_()
+        return torch.autograd.grad(call(*inputs, comm), inputs, dy.chunk(world, 1)[rank])
+
+    def fused(a, b, comm):
+        return rl_gemm.gate_up_swiglu(a, b, comm=comm, leaves=4)
+
+    want = gradients(
+        lambda a, b, comm: rl_gemm.swiglu(rl_gemm.column_parallel_linear(a, b, comm=comm, leaves=4, fused=2))
+    )
+    got = gradients(fused)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    for dx, _ in on_ranks(2, lambda comm: gradients(fused, comm, comm.rank, 2)):
+        assert torch.equal(dx, want[0])

@@ -3,7 +3,8 @@
 Order: as in ``triton_gemm``: each leaf a chain from +0 with k ascending in steps of 16; leaves joined by the balanced
 binary tree in fp32, lower k on the left; bias added to the root in fp32, one rounding. What differs is where finished
 sub-trees wait: the two lowest levels in registers, the others in shared memory, so that a join costs neither a spill
-nor a trip to the L2.
+nor a trip to the L2. With PARTS > 1 a program takes one of PARTS aligned sub-trees and leaves its fp32 root in a
+workspace; the upper levels of the same tree join them afterwards.
 """
 
 import torch
@@ -20,7 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rl_gemm.plans import Kernel
+
 BLOCK_M, BLOCK_N, BLOCK_K, WARPS = 128, 128, 64, 8
+SHARED_BYTES = 232448  # what a block may have on sm90
 
 
 @gluon.jit
@@ -44,10 +48,10 @@ def _k_of(leaf, within, leaf_k, K, FUSED: gl.constexpr):
 @gluon.jit
 def _load_tiles(
     a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K,
-    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, PARTS: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr,
+    B_T: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: every step of every tile of this program, as far ahead as the ring allows."""
+    """The loading warp: every step of every unit of this program, as far ahead as the ring allows."""
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     leaf_k = K // LEAVES
@@ -55,12 +59,14 @@ def _load_tiles(
     slot = 0
     # the first round through the ring finds every slot empty
     phase = 1
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
+    tiles = tiles_m * tiles_n
+    for unit in range(gl.program_id(0), tiles * PARTS, gl.num_programs(0)):
+        tile_m, tile_n = _tile_origin(unit % tiles, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        for leaf in range(LEAVES):
+        first = unit // tiles * (LEAVES // PARTS)
+        for leaf in range(LEAVES // PARTS):
             for step in range(leaf_steps):
-                k = _k_of(leaf, step * BLOCK_K, leaf_k, K, FUSED)
+                k = _k_of(first + leaf, step * BLOCK_K, leaf_k, K, FUSED)
                 mbarrier.wait(empty.index(slot), phase)
                 bar = full.index(slot)
                 mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
@@ -81,19 +87,22 @@ def _load_tiles(
 @gluon.jit
 def _multiply_tiles(
     a_ring, b_ring, full, empty, stash, out_desc, bias, M, N, K,
-    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, HAS_BIAS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr,
+    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, PARTS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+    HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     leaf_steps = K // LEAVES // BLOCK_K
+    tiles = tiles_m * tiles_n
+    mine: gl.constexpr = LEAVES // PARTS
     slot, phase, before, started = 0, 0, 0, False
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    for unit in range(gl.program_id(0), tiles * PARTS, gl.num_programs(0)):
         held0 = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
         held1 = held0
         root = held0
-        for leaf in gl.static_range(LEAVES):
+        for leaf in gl.static_range(mine):
             acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
             for _step in range(leaf_steps):
                 mbarrier.wait(full.index(slot), phase)
@@ -121,12 +130,12 @@ def _multiply_tiles(
                 held0 = node
             else:
                 node = held0 + node
-                if LEAVES > 2:
+                if mine > 2:
                     if leaf % 4 == 1:
                         held1 = node
                     else:
                         node = held1 + node
-                        if LEAVES > 4:
+                        if mine > 4:
                             if leaf % 8 == 3:
                                 # the last tile's output may still be on its way out of here
                                 tma.store_wait(pendings=0)
@@ -134,7 +143,9 @@ def _multiply_tiles(
                             else:
                                 node = stash.load(acc_layout) + node
             root = node
-        tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = _tile_origin(unit % tiles, tiles_m, tiles_n, GROUP_M)
+        # a workspace holds whole tiles, part after part
+        tile_m += unit // tiles * tiles_m
         if HAS_BIAS:
             columns = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc_layout))
             root = root + gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -150,9 +161,9 @@ def _multiply_tiles(
 @gluon.jit(do_not_specialize=["M"])
 def gemm_tree_kernel(
     a_desc, b_desc, out_desc, bias, M, N, K,
-    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
-    HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    WARPS: gl.constexpr,
+    GROUP_M: gl.constexpr, LEAVES: gl.constexpr, PARTS: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr,
+    B_T: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Persistent: one warp loads, WARPS warps multiply."""
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
@@ -160,7 +171,7 @@ def gemm_tree_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     stash_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    if LEAVES > 4:
+    if LEAVES // PARTS > 4:
         stash = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], stash_layout)
     else:
         stash = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
@@ -171,9 +182,9 @@ def gemm_tree_kernel(
     gl.warp_specialize(
         [
             (_multiply_tiles, (a_ring, b_ring, full, empty, stash, out_desc, bias, M, N, K,
-                               GROUP_M, LEAVES, A_T, B_T, HAS_BIAS, STAGES, BLOCK_M, BLOCK_N, BLOCK_K, WARPS)),
+                               GROUP_M, LEAVES, PARTS, A_T, B_T, HAS_BIAS, STAGES, BLOCK_M, BLOCK_N, BLOCK_K, WARPS)),
             (_load_tiles, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K,
-                           GROUP_M, LEAVES, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)),
+                           GROUP_M, LEAVES, PARTS, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)),
         ],
         [1],
         [24],
@@ -192,26 +203,32 @@ def _out_descriptor(out: Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(out, shape, gl.NVMMASharedLayout.get_default_for(shape, kind))
 
 
-def launch(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    leaves: int,
-    fused: int,
-    stages: int,
-    group_m: int,
-    processors: int,
-) -> None:
-    """a [M, K], b [N, K] -> out [M, N]; K a multiple of 64 * leaves * fused; 2, 4 or 8 leaves."""
-    if out.dtype == torch.float32 and leaves <= 4:
-        # an fp32 output tile takes the room of one stage more than a bf16 one
-        stages = min(stages, 5)
+def stages_that_fit(wanted: int, leaves: int, out_dtype: torch.dtype) -> int:
+    """``wanted`` stages of the ring, or as many as there is room for beside the stash of a part with ``leaves``."""
+    stash = BLOCK_M * BLOCK_N * (4 if leaves > 4 else out_dtype.itemsize)
+    # two barriers a stage, and the compiler's own few bytes for the hand-over between warps
+    return min(wanted, (SHARED_BYTES - stash - 256) // (2 * BLOCK_K * (BLOCK_M + BLOCK_N)))
+
+
+def workspace(a: Tensor, b: Tensor, parts: int) -> Tensor:
+    """fp32 [parts, M in whole tiles, N]: where ``launch`` leaves the roots of ``parts`` sub-trees."""
+    rows = triton.cdiv(a.shape[0], BLOCK_M) * BLOCK_M
+    return torch.empty((parts, rows, b.shape[0]), dtype=torch.float32, device=a.device)
+
+
+def launch(kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int,
+           processors: int) -> None:  # fmt: skip
+    """a [M, K], b [N, K] -> out [M, N], or the ``workspace`` of ``kernel.parts`` sub-trees.
+
+    K is a multiple of 64 * leaves * fused; 1, 2, 4 or 8 leaves a part.
+    """
+    stages = stages_that_fit(kernel.stages, leaves // kernel.parts, out.dtype)
     (m, k), n = a.shape, b.shape[0]
-    tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N)
+    units = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N) * kernel.parts
     a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
-    gemm_tree_kernel[(min(processors, tiles),)](
-        _descriptor(a, a_t, BLOCK_M), _descriptor(b, b_t, BLOCK_N), _out_descriptor(out), bias, m, n, k,
-        GROUP_M=group_m, LEAVES=leaves, FUSED=fused, A_T=a_t, B_T=b_t, HAS_BIAS=bias is not None, STAGES=stages,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, WARPS=WARPS, num_warps=WARPS,
+    gemm_tree_kernel[(min(processors, units),)](
+        _descriptor(a, a_t, BLOCK_M), _descriptor(b, b_t, BLOCK_N), _out_descriptor(out.view(-1, n)), bias, m, n, k,
+        GROUP_M=kernel.group_m, LEAVES=leaves, PARTS=kernel.parts, FUSED=fused, A_T=a_t, B_T=b_t,
+        HAS_BIAS=bias is not None, STAGES=stages, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, WARPS=WARPS,
+        num_warps=WARPS,
     )  # fmt: skip

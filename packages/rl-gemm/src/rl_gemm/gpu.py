@@ -46,6 +46,14 @@ def _gluon() -> Any | None:
 
 
 @cache
+def _gated() -> Any:
+    _triton()
+    from rl_gemm import triton_gate_up
+
+    return triton_gate_up
+
+
+@cache
 def arch(device_index: int) -> str:
     """Name of the device's contracts: ``sm90``, ``gfx942``, ``gfx950``.
 
@@ -147,6 +155,29 @@ def gemm(
     )
 
 
+def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor | None:
+    """x [M, K], weight [2F, K] = [gate; up], bf16 -> [M, F], or None where the plans have no kernel for it.
+
+    Raises:
+        ContractError, MissingSupport: as ``gemm``.
+    """
+    name = _check(x, weight, 1, 1)
+    m, (n, k) = x.shape[0], weight.shape
+    x, weight = _dense(x), _dense(weight)
+    own = plans.current(name)
+    for use in own.choices(plans.GATE_UP, n, k, 1, m) if m else ():
+        if use == plans.UNFUSED:
+            return None
+        kernel = own.kernels[use]
+        if x.stride(1) == weight.stride(1) == 1 and _fits(kernel, x, weight, k, 1):
+            for boundary in ("gemm.column", "swiglu"):
+                record(boundary, "rl_gemm.triton.gated", f"{name}:{use}")
+            out = torch.empty((m, n // 2), dtype=x.dtype, device=x.device)
+            _gated().launch(kernel, x, weight, out, _processors(x.device.index or 0))
+            return out
+    return None
+
+
 def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
     """dy [T, N], x [T, K] -> fp32 [N, K]: blocks of tokens in packed order, each a chain, folded left in fp32."""
     total = None
@@ -235,8 +266,8 @@ def _fits(kernel: plans.Kernel, a: Tensor, b: Tensor, leaf_k: int, fused: int) -
     if kernel.kind != "hopper":
         return possible
     leaves, whole_rows = a.shape[1] // leaf_k, b.shape[0] % 8 == 0
-    fits = leaves in (2, 4, 8) and leaf_k % kernel.block_k == 0 and whole_rows
-    return possible and fits and _gluon() is not None
+    shared = leaves % kernel.parts == 0 and leaves // kernel.parts in (1, 2, 4, 8)
+    return possible and shared and whole_rows and leaf_k % kernel.block_k == 0 and _gluon() is not None
 
 
 def _launch(
@@ -247,7 +278,12 @@ def _launch(
     if kernel.kind == "hopper":
         gluon = _gluon()
         assert gluon is not None
-        gluon.launch(a, b, bias, out, leaves, fused, kernel.stages, kernel.group_m, processors)
+        if kernel.parts == 1:
+            gluon.launch(kernel, a, b, bias, out, leaves, fused, processors)
+        else:
+            roots = gluon.workspace(a, b, kernel.parts)
+            gluon.launch(kernel, a, b, None, roots, leaves, fused, processors)
+            _triton().merge(roots, bias, out)
     elif kernel.kind == "tree" or leaves == 1:
         _triton().launch(kernel, a, b, bias, out, leaves, fused, processors)
     else:

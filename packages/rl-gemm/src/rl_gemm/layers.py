@@ -262,3 +262,29 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = _SwiGLU.apply(rows) if torch.is_grad_enabled() and gate_up.requires_grad else ops.swiglu(rows)
     return y.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def gate_up_swiglu(x: Tensor, weight: Tensor, *, comm: Communicator | None = None, leaves: int = 1) -> Tensor:
+    """The bits of ``swiglu(column_parallel_linear(x, weight, fused=2))``; gate_up is not stored where that is faster.
+
+    Under autograd the two run in turn, because the gradient reads gate_up.
+
+    Args:
+        x: [..., K], bf16 or fp32, the same on every rank.
+        weight: [2F/t, K] of x's type, [gate; up] of this rank.
+        comm: the t ranks; only the gradient of x needs them.
+        leaves: G, a multiple of t, of the gradient of x.
+
+    Returns:
+        [..., F/t] of x's type.
+
+    Raises:
+        ContractError: shapes or types outside the contract, or N not divisible into the leaves.
+        MissingSupport: a device without kernels.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2))
+    _check_shapes(x, weight)
+    ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), 2)
+    y = ops.gate_up_swiglu(x.reshape(-1, x.shape[-1]), weight)
+    return y.view(*x.shape[:-1], weight.shape[0] // 2)

@@ -242,6 +242,30 @@ def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
+def check_gate_up(x: Tensor, weight: Tensor) -> None:
+    check_matmul(x, weight, 1)
+    if weight.shape[0] == 0 or weight.shape[0] % 2:
+        raise ContractError(f"gate_up_swiglu got weight {tuple(weight.shape)}; needs [2F, K] = [gate; up] with F > 0")
+
+
+@torch.library.custom_op("rl_gemm::gate_up_swiglu", mutates_args=(), device_types="cpu")
+def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K], weight [2F, K] = [gate; up] -> [M, F] of x's type: the bits of ``matmul``, then ``swiglu``.
+
+    Raises:
+        ContractError: shapes or types.
+        MissingSupport: a device without kernels.
+    """
+    check_gate_up(x, weight)
+    return swiglu(matmul(x, weight, None, 1, x.dtype))
+
+
+@gate_up_swiglu.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    check_gate_up(x, weight)
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
 def check_swiglu_backward(dy: Tensor, gate_up: Tensor) -> None:
     check_swiglu(gate_up)
     if dy.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dy.dtype != gate_up.dtype:

@@ -75,6 +75,15 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return _triton_swiglu().forward(gate_up)
 
 
+@ops.gate_up_swiglu.register_kernel("cuda")
+def _gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    ops.check_gate_up(x, weight)
+    fused = gpu.gate_up_swiglu(x, weight)
+    if fused is not None:
+        return fused
+    return _swiglu(gpu.gemm(x, weight, out_dtype=x.dtype))
+
+
 @ops.swiglu_backward.register_kernel("cuda")
 def _swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     ops.check_swiglu_backward(dy, gate_up)

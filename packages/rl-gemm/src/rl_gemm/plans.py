@@ -14,7 +14,11 @@ from rl_contract import ContractError
 from rl_contract.plans import PlanFiles, refuse_fields
 
 OPERATIONS = ("forward", "grad_input", "grad_weight")
+# where no row names a kernel for it, the two operations run in turn
+GATE_UP = "gate_up_swiglu"
+KINDS = ("leaf", "tma", "tree", "hopper", "gated")
 LIBRARY = "library"
+UNFUSED = "unfused"
 ANY_M = 2**62
 FORBIDDEN = (
     "leaf", "leaf_k", "leaves_per_program", "split_k", "kpack", "matrix_instr_nonkdim", "input_precision", "allow_tf32",
@@ -26,8 +30,9 @@ FORBIDDEN = (
 class Kernel:
     """One launch shape. ``kind``: ``leaf`` (pointer loads, a program per tile and leaf), ``tma`` (the same work
     through the copy
-    engine, persistent), ``tree`` (``tma``, with all leaves of a tile in one program) or ``hopper`` (``tree`` in
-    ``gluon_tree``)."""
+    engine, persistent), ``tree`` (``tma``, with all leaves of a tile in one program), ``hopper`` (``tree`` in
+    ``gluon_tree``; ``parts`` programs share the leaves of a tile) or ``gated`` (``triton_gate_up``; ``block_n``
+    columns of gate and as many of up)."""
 
     kind: str
     block_m: int
@@ -40,12 +45,13 @@ class Kernel:
     held: int = 0
     slices: int = 1
     per_sm: int = 1
+    parts: int = 1
 
     def __post_init__(self) -> None:
         problems = []
-        if self.kind not in ("leaf", "tma", "tree", "hopper"):
-            problems.append(f"kind={self.kind!r}, supported: leaf, tma, tree, hopper")
-        for name in ("block_m", "block_n", "block_k", "warps", "slices"):
+        if self.kind not in KINDS:
+            problems.append(f"kind={self.kind!r}, supported: {', '.join(KINDS)}")
+        for name in ("block_m", "block_n", "block_k", "warps", "slices", "parts"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 problems.append(f"{name}={value!r}, supported: powers of two")
@@ -55,6 +61,8 @@ class Kernel:
             problems.append("stages, group_m and per_sm start at 1")
         if not 0 <= self.held <= 3:
             problems.append(f"held={self.held}, supported: 0 to 3 levels of finished sub-trees in registers")
+        if self.parts > 1 and self.kind != "hopper":
+            problems.append(f"parts={self.parts}, supported for kind=hopper only")
         if self.kind == "hopper" and (self.block_m, self.block_n, self.block_k, self.warps, self.swap) != (
             128,
             128,
@@ -71,7 +79,7 @@ class Kernel:
         extra = "".join(
             (f"-g{self.group_m}" if self.group_m != 8 else "", "-swap" if self.swap else "",
              f"-h{self.held}" if self.held else "", f"-s{self.slices}" if self.slices > 1 else "", f"-x{self.per_sm}"
-             if self.per_sm > 1 else "")
+             if self.per_sm > 1 else "", f"-p{self.parts}" if self.parts > 1 else "")
         )  # fmt: skip
         return f"{self.kind}-{self.block_m}x{self.block_n}x{self.block_k}-{self.warps}w{self.stages}{extra}"
 
@@ -91,7 +99,8 @@ class Row:
     """For ``operation`` on weights [n, k] with ``leaves`` leaves on this rank: up to ``m`` rows (tokens), use ``use``.
 
     ``use`` is the name of a kernel, or ``library``, which needs a certificate; ``otherwise`` is the kernel taken
-    without one. n = k = 0 matches every shape, leaves = 0 every count; a row that names them is preferred.
+    without one. For ``gate_up_swiglu`` it may be ``unfused``, the two operations in turn. n = k = 0 matches every
+    shape, leaves = 0 every count; a row that names them is preferred.
     """
 
     operation: str
@@ -181,11 +190,16 @@ class Plans:
             row_known = {f.name for f in fields(Row)}
             refuse_fields(spec, row_known, FORBIDDEN, f"{where}: row {spec}")
             row = Row(**spec)
-            if row.operation not in OPERATIONS:
-                raise ContractError(f"{where}: row {spec}: operation, supported: {OPERATIONS}")
+            if row.operation not in (*OPERATIONS, GATE_UP):
+                raise ContractError(f"{where}: row {spec}: operation, supported: {(*OPERATIONS, GATE_UP)}")
             for name in (row.use, row.otherwise):
+                if name == UNFUSED and row.operation == GATE_UP:
+                    continue
                 if name not in ("", LIBRARY) and name not in kernels:
                     raise ContractError(f"{where}: row {spec} uses a kernel that the file does not have: {name!r}")
+                gated = name in kernels and kernels[name].kind == "gated"
+                if name and gated != (row.operation == GATE_UP):
+                    raise ContractError(f"{where}: row {spec}: {GATE_UP} takes gated kernels, and nothing else does")
             rows.append(row)
         for operation in OPERATIONS:
             last = [r for r in rows if r.operation == operation and (r.n, r.k, r.leaves) == (0, 0, 0)]

@@ -84,33 +84,36 @@ def gemm_leaf_kernel(
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit
-def merge_kernel(parts, bias, out, size, N, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = round(tree over g of parts[g, i] + bias): the upper levels of tree(G) for leaves held in a workspace."""
+@triton.jit(do_not_specialize=["stride_part"])
+def merge_kernel(
+    parts, bias, out, size, stride_part, N, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[i] = round(tree over g of parts[g, i] + bias): the upper levels of tree(G) for parts held in a workspace."""
+    part = stride_part.to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     if LEAVES == 2:
-        root = _load_pair(parts, at, mask, size)
+        root = _load_pair(parts, at, mask, part)
     elif LEAVES == 4:
-        root = _load_pair(parts, at, mask, size) + _load_pair(parts + 2 * size, at, mask, size)
+        root = _load_pair(parts, at, mask, part) + _load_pair(parts + 2 * part, at, mask, part)
     elif LEAVES == 8:
-        root = _load_four(parts, at, mask, size) + _load_four(parts + 4 * size, at, mask, size)
+        root = _load_four(parts, at, mask, part) + _load_four(parts + 4 * part, at, mask, part)
     else:
-        low = _load_four(parts, at, mask, size) + _load_four(parts + 4 * size, at, mask, size)
-        root = low + (_load_four(parts + 8 * size, at, mask, size) + _load_four(parts + 12 * size, at, mask, size))
+        low = _load_four(parts, at, mask, part) + _load_four(parts + 4 * part, at, mask, part)
+        root = low + (_load_four(parts + 8 * part, at, mask, part) + _load_four(parts + 12 * part, at, mask, part))
     if HAS_BIAS:
         root += tl.load(bias + at % N, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, root.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _load_pair(parts, at, mask, size):
-    return tl.load(parts + at, mask=mask, other=0.0) + tl.load(parts + size + at, mask=mask, other=0.0)
+def _load_pair(parts, at, mask, part):
+    return tl.load(parts + at, mask=mask, other=0.0) + tl.load(parts + part + at, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_four(parts, at, mask, size):
-    return _load_pair(parts, at, mask, size) + _load_pair(parts + 2 * size, at, mask, size)
+def _load_four(parts, at, mask, part):
+    return _load_pair(parts, at, mask, part) + _load_pair(parts + 2 * part, at, mask, part)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -327,9 +330,9 @@ def _descriptor(x: Tensor, transposed: bool, block_row: int, block_k: int) -> Te
 
 
 def merge(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Join fp32 parts [leaves, M, N] by the balanced tree into ``out`` [M, N]."""
+    """Join fp32 parts [leaves, M or more, N] by the balanced tree into ``out`` [M, N]."""
     size, block = out.numel(), 1024
     merge_kernel[(triton.cdiv(size, block),)](
-        parts, bias, out, size, out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None, BLOCK=block,
-        num_warps=4, enable_fp_fusion=False,
+        parts, bias, out, size, parts.stride(0), out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None,
+        BLOCK=block, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

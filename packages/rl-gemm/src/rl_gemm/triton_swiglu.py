@@ -32,14 +32,19 @@ def exp_f32(x):
 
 
 @triton.jit
+def silu_times(g, u):
+    """g / (1 + exp(-g)) * u in fp32; the caller forbids contraction."""
+    return tl.div_rn(g, 1.0 + exp_f32(-g)) * u
+
+
+@triton.jit
 def swiglu_fwd_kernel(gate_up, out, F, stride_row, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < F
     g = tl.load(gate_up + row * stride_row + at, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * stride_row + F + at, mask=mask, other=0.0).to(tl.float32)
-    y = tl.div_rn(g, 1.0 + exp_f32(-g)) * u
-    tl.store(out + row * F + at, y.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * F + at, silu_times(g, u).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -63,8 +68,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _block(width: int) -> int:
-    return min(4096, max(128, triton.next_power_of_2(width)))
+def _block(width: int, most: int) -> int:
+    return min(most, max(128, triton.next_power_of_2(width)))
 
 
 def forward(gate_up: Tensor) -> Tensor:
@@ -73,7 +78,7 @@ def forward(gate_up: Tensor) -> Tensor:
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((m, f), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        block = _block(f)
+        block = _block(f, 2048)
         swiglu_fwd_kernel[(m, triton.cdiv(f, block))](
             gate_up, out, f, gate_up.stride(0), BLOCK=block, num_warps=max(1, block // 512), enable_fp_fusion=False
         )
@@ -86,7 +91,7 @@ def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     m, f = dy.shape
     out = torch.empty((m, 2 * f), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        block = _block(f)
+        block = _block(f, 4096)
         swiglu_bwd_kernel[(m, triton.cdiv(f, block))](
             dy, gate_up, out, f, dy.stride(0), gate_up.stride(0), BLOCK=block, num_warps=max(1, block // 512),
             enable_fp_fusion=False,

@@ -227,14 +227,18 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-def _launch_shape(width: int, most: int) -> tuple[dict[str, int | bool], dict[str, int | bool]]:
-    """constexprs and options, from the row's width alone. A thread holds 8 neighbouring lanes: loads of 16 bytes."""
+def _launch_shape(width: int, most: int, head_warps: int = 1) -> tuple[dict[str, int | bool], dict[str, int | bool]]:
+    """constexprs and options, from the row's width alone. A thread holds 8 neighbouring lanes: loads of 16 bytes.
+
+    Rows as narrow as a head are taken by ``head_warps`` warps together.
+    """
     lanes = gpu_lanes(width)
     chunks = triton.cdiv(width, lanes)
-    rows = max(1, 1024 // (lanes * chunks))
+    warps = 4 if lanes == 1024 else head_warps if chunks == 1 else 1
+    rows = max(1, (1 if lanes == 1024 else warps) * 1024 // (lanes * chunks))
     return (
         {"H": width, "LANES": lanes, "ROWS": rows, "KEEP": chunks <= most},
-        {"num_warps": 4 if lanes == 1024 else 1, "enable_fp_fusion": False},
+        {"num_warps": warps, "enable_fp_fusion": False},
     )
 
 
@@ -247,7 +251,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     stream = torch.empty_like(y) if residual is not None else x
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     if m:
-        shape, options = _launch_shape(width, _KEPT_FORWARD)
+        shape, options = _launch_shape(width, _KEPT_FORWARD, 2)
         rms_norm_fwd_kernel[(triton.cdiv(m, shape["ROWS"]),)](
             x, other, weight.contiguous(), y, stream, rstd, m, x.stride(0), other.stride(0), eps,
             ADD=residual is not None, **shape, **options,
