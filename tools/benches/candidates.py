@@ -127,26 +127,6 @@ def leaf_grids(m: int) -> list[Kernel]:
     return [k for k in middle() if k.block_m * k.block_n >= 64 * 64]
 
 
-def narrow(m: int) -> list[Kernel]:
-    """Chains of a small or unaligned weight, where wide tiles leave most of the GPU idle."""
-    if m <= 32:
-        rows = 16 if m <= 16 else 32
-        leaf = [(16, 512, 2, 3), (32, 256, 2, 4), (16, 256, 2, 4)]
-        return [
-            *(_k("leaf", rows, *spec) for spec in leaf),
-            _k("leaf", rows, 64, 128, 4, 5, swap=True),
-            _k("tma", rows, 16, 256, 2, 4, per_sm=3),
-            _k("tma", rows, 64, 256, 4, 4, swap=True),
-        ]
-    leaf = [(16, 16, 256, 2, 4), (32, 16, 256, 2, 4), (32, 32, 128, 4, 5), (64, 16, 256, 4, 4), (64, 32, 128, 4, 5)]
-    return [
-        *(_k("leaf", *spec) for spec in leaf),
-        _k("tma", 64, 16, 256, 4, 4),
-        _k("tma", 64, 32, 128, 4, 5, per_sm=2),
-        _k("tma", 64, 64, 128, 4, 5),
-    ]
-
-
 def gated(m: int) -> list[Kernel]:
     """gate_up and SwiGLU in one kernel; ``block_n`` counts the columns of each half."""
     if m <= 32:

@@ -80,6 +80,26 @@ def test_every_launch_of_the_plan_fits_the_gpu_and_does_not_spill(arch):
     assert checked >= len(own.kernels) - 6
 
 
+def test_gated_launches_fit_and_do_not_spill():
+    for rows, columns, depth, warps, stages, swap in (
+        (16, 64, 128, 4, 5, True),
+        (32, 64, 64, 4, 5, True),
+        (64, 32, 128, 4, 5, False),
+        (128, 64, 64, 8, 6, False),
+    ):
+        kernel = plans.Kernel(
+            kind="gated", block_m=rows, block_n=columns, block_k=depth, warps=warps, stages=stages, swap=swap
+        )
+        with no_gpu("sm90") as built:
+            launch(kernel, 1, plans.GATE_UP)
+        (one,) = built
+        assert one.shared <= SHARED_LIMIT["sm90"]
+        assert one.spilled <= STACK["sm90"]
+        # the rounding of gate and up to bf16, before SwiGLU in fp32 without contraction
+        assert "cvt.rn.bf16" in one.text
+        assert "wgmma.mma_async" in one.text
+
+
 def test_launches_that_do_not_fit_or_spill_are_seen():
     large = plans.Kernel(kind="leaf", block_m=128, block_n=256, block_k=128, warps=8, stages=4)
     greedy = plans.Kernel(kind="tree", block_m=128, block_n=128, block_k=64, warps=4, stages=3, held=3)

@@ -343,39 +343,69 @@ def test_compiled_equals_eager():
     assert torch.equal(compiled(x, weight), rl_gemm.swiglu(rl_gemm.linear(x, weight, leaves=4)))
 
 
+def gated(m, n, k, warps, stages, **more):
+    return plans.Kernel(kind="gated", block_m=m, block_n=n, block_k=k, warps=warps, stages=stages, **more)
+
+
+GATED = (
+    gated(16, 64, 128, 4, 4, swap=True),
+    gated(16, 32, 128, 4, 5, per_sm=2),
+    gated(32, 64, 64, 4, 5, swap=True, per_sm=2),
+    gated(64, 32, 128, 4, 5),
+    gated(128, 64, 64, 8, 6),
+)
+
+
+@pytest.fixture
+def fused_plan(monkeypatch):
+    """The shipped plan with a gated kernel for gate_up of Qwen3-8B, up to 16, 32, 64 and 256 rows."""
+    from dataclasses import replace
+
+    own = plans.shipped("sm90")
+    sizes = zip((16, 32, 64, 256), (GATED[0], GATED[2], GATED[3], GATED[4]))
+    head = {"operation": plans.GATE_UP, "n": 24576, "k": 4096, "leaves": 1}
+    rows = [plans.Row(**head, m=m, use=kernel.name) for m, kernel in sizes]
+    rows.append(plans.Row(**head, m=plans.ANY_M, use=plans.UNFUSED))
+    others = [r for r in own.rows if r.operation != plans.GATE_UP]
+    kernels = own.kernels | {kernel.name: kernel for kernel in GATED}
+    fused = replace(own, kernels=kernels, rows=(*others, *rows), _index={})
+    monkeypatch.setitem(plans.plan_files.own, "sm90", fused)
+
+
+@pytest.mark.usefixtures("fused_plan")
 def test_gate_up_swiglu_has_the_bits_of_the_two_in_turn():
-    """Every M of the list, beside the reference chain and the SwiGLU kernel; the plan's own shapes run fused."""
-    for n, k in ((24576, 4096), (6144, 4096), (6144, 1024), (1000, 4096)):
+    """Every M of the list, beside the reference chain and the SwiGLU kernel: fused up to 256 rows of one shape."""
+    for n, k in ((24576, 4096), (6144, 1024), (1000, 4096)):
         for kind in DATA:
             x, weight = matrix(333, k, kind, 46), matrix(n, k, kind, 47)
             want = rl_gemm.swiglu(reference(x, weight).bfloat16())
-            reset_launches()
-            for m in (m for m in M_LIST if m <= 333):
+            for m in (*(m for m in M_LIST if m <= 257), 333):
+                reset_launches()
                 got = rl_gemm.gate_up_swiglu(x[:m], weight)
                 assert torch.equal(got.view(torch.int16), want[:m].view(torch.int16)), (n, k, kind, m)
-            used = {r["kernel"] for r in launches()}
-            assert (n != 24576) or "rl_gemm.triton.gated" in used
-            assert {"gemm.column", "swiglu"} == {r["boundary"] for r in launches()}
+                assert {"gemm.column", "swiglu"} == {r["boundary"] for r in launches()}
+                fused = {"rl_gemm.triton.gated"} == {r["kernel"] for r in launches()}
+                assert fused == (n == 24576 and m <= 256), (n, m)
 
 
-def test_every_gated_kernel_of_the_plan_has_the_bits_of_the_two_in_turn():
-    """Odd sizes, where a tile of gate hangs over into up; NaN where nothing may be read."""
+def test_every_gated_kernel_has_the_bits_of_the_two_in_turn():
+    """Odd sizes, where a tile of gate hangs over into up; NaN where nothing may be read or left."""
     from rl_gemm import gpu
 
-    own = [k for k in plans.shipped("sm90").kernels.values() if k.kind == "gated"]
-    assert own
+    shipped = [k for k in plans.shipped("sm90").kernels.values() if k.kind == "gated"]
     for kind in DATA:
         for f, k in ((1000, 2048), (24, 136), (1, 512)):
             x = torch.full((401, k), float("nan"), device="cuda", dtype=torch.bfloat16)
             x[:333] = matrix(333, k, kind, 48)
             weight = matrix(2 * f, k, kind, 49)
             want = rl_gemm.swiglu(reference(x[:333], weight).bfloat16())
-            for kernel in own:
+            for kernel in {k.name: k for k in (*GATED, *shipped)}.values():
                 out = torch.full((333, f), float("nan"), device="cuda", dtype=torch.bfloat16)
                 gpu._gated().launch(kernel, x[:333], weight, out, 132)
                 assert torch.equal(out.view(torch.int16), want.view(torch.int16)), (kernel.name, f, k, kind)
 
 
+@pytest.mark.usefixtures("fused_plan")
 def test_gate_up_swiglu_views_gradient_and_graph():
     x, weight = matrix(16, 4096, "normal", 50), matrix(24576, 4096, "normal", 51)
     want = rl_gemm.gate_up_swiglu(x, weight)
