@@ -264,7 +264,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def gate_up_swiglu(x: Tensor, weight: Tensor, *, comm: Communicator | None = None, leaves: int = 1) -> Tensor:
+def gate_up_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+    tokens: TokenShards | None = None,
+) -> Tensor:
     """The bits of ``swiglu(column_parallel_linear(x, weight, fused=2))``; gate_up is not stored where that is faster.
 
     Under autograd the two run in turn, because the gradient reads gate_up.
@@ -274,6 +281,7 @@ def gate_up_swiglu(x: Tensor, weight: Tensor, *, comm: Communicator | None = Non
         weight: [2F/t, K] of x's type, [gate; up] of this rank.
         comm: the t ranks; only the gradient of x needs them.
         leaves: G, a multiple of t, of the gradient of x.
+        tokens: the ranks that hold the other tokens; only the gradient of weight needs them.
 
     Returns:
         [..., F/t] of x's type.
@@ -283,7 +291,7 @@ def gate_up_swiglu(x: Tensor, weight: Tensor, *, comm: Communicator | None = Non
         MissingSupport: a device without kernels.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2))
+        return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2, tokens=tokens))
     _check_shapes(x, weight)
     ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), 2)
     y = ops.gate_up_swiglu(x.reshape(-1, x.shape[-1]), weight)
