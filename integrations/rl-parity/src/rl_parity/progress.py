@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 
 class Progress:
-    """One per arm. ``phase`` says what is happening, ``step`` what came out; ``done`` are records of earlier sittings."""
+    """One per arm: ``phase`` says what happens, ``step`` what came out; ``done`` are records of earlier sittings."""
 
     def __init__(
         self, arm: str, steps: int, stream: TextIO | None = None, done: Sequence[Mapping[str, Any]] = ()

@@ -202,7 +202,7 @@ def _manifest(
             **{name: contract.fingerprint for name, contract in sorted(profile.contracts.items())},
         },
         "plant": config.plant,
-        "versions": {"python": platform.python_version(), **preflight.versions()},
+        "versions": {"python": platform.python_version(), **preflight.versions(), **_gpu_versions(placed)},
         "hardware": {
             "machine": platform.machine(),
             "processor": _processor(),
@@ -212,6 +212,15 @@ def _manifest(
         },
         "notes": preflight.notes(config),
     }
+
+
+def _gpu_versions(placed: Placement) -> dict[str, str]:
+    if not placed.gpus:
+        return {}
+    import torch
+    import triton
+
+    return {"triton": triton.__version__, "cuda": str(torch.version.cuda), "driver": placed.gpus[0].driver}
 
 
 def _processor() -> str:

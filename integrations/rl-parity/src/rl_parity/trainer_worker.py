@@ -176,10 +176,10 @@ class TrainerWorker:
         tokens = np.full(sum(batch.response_lengths), -1, dtype=np.int64)
         for rank in range(self._cp):
             part = batch.for_rank(rank)
-            tokens[part.slots.numpy()] = part.targets.numpy()
+            tokens[part.slots.cpu().numpy()] = part.targets.cpu().numpy()
         return tokens
 
 
 def _placed(device: str, backend: str) -> dict[str, Any]:
     # the trainer's own defaults are those of a CPU
-    return {} if device == "cpu" else {"device": "cuda:0", "backend": backend}
+    return {} if device == "cpu" else {"device": "cuda:0", "share_gpu": backend == "gloo"}

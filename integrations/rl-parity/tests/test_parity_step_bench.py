@@ -1,0 +1,64 @@
+"""The bench of whole steps reads run directories: medians by phase, at equal tokens or not at all."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from parity_rundir import write_run
+
+from rl_contract import ContractError
+from rl_parity.rundir import RunDirectory
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "benches" / "step.py"
+if not TOOL.is_file():
+    pytest.skip("the maintainers' tools are not here", allow_module_level=True)
+SPEC = importlib.util.spec_from_file_location("bench_step", TOOL)
+step_bench = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(step_bench)
+
+
+def change(run: RunDirectory, arm: str, edit) -> None:
+    path = run.root / arm / "steps.jsonl"
+    records = run.steps(arm)
+    for record in records:
+        edit(record)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def slower(record) -> None:
+    # the first step warms up, and one later step is an outlier
+    record["seconds"] = {"push": 0.5, "rollout": 4.0, "score": 1.0, "train": 2.0, "sleep": 0.25, "other": 0.0}
+    if record["step"] in (0, 3):
+        record["seconds"]["train"] = 100.0
+
+
+def test_phases_are_medians_over_settled_steps_and_ratios_are_peer_over_strict(tmp_path):
+    run = write_run(tmp_path / "both", steps=6)
+    change(run, "strict", slower)
+    meta, rows, summary = step_bench.from_runs([run.root], "abc")
+    by_case = {row["case"]: row for row in rows}
+    assert by_case["rollout"]["strict_us"] == 4.0e6
+    assert by_case["rollout"]["peer_us"] == 3.1e6
+    assert by_case["rollout"]["ratio"] == 0.775
+    assert by_case["train"]["strict_us"] == 2.0e6
+    assert by_case["sleep"]["peer_us"] == 0.0
+    assert summary["steps compared"] == 5
+    assert summary["whole step at equal tokens, strict / native (target <= 1.04)"] == round(7.75 / 7.12, 3)
+    assert (meta["commit"], meta["gpu"]) == ("abc", "a CPU")
+    two = [write_run(tmp_path / arm, steps=6, arms=(arm,)) for arm in ("strict", "native")]
+    change(two[0], "strict", slower)
+    assert step_bench.from_runs([r.root for r in two], "abc")[1] == rows
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    run = write_run(tmp_path / "both", steps=4)
+    with pytest.raises(ContractError, match=r"no settled steps of \['native'\]"):
+        step_bench.from_runs([write_run(tmp_path / "one", arms=("strict",)).root], "")
+    with pytest.raises(ContractError, match="a second native arm"):
+        step_bench.from_runs([run.root, run.root], "")
+    with pytest.raises(ContractError, match=r"differ in seed: \[0, 1\]"):
+        step_bench.from_runs([run.root, write_run(tmp_path / "other", seed=1).root], "")
+    change(run, "native", lambda record: record.update(tokens=record["tokens"] - (record["step"] == 2)))
+    with pytest.raises(ContractError, match=r"1 of 3 steps sampled other numbers of tokens \(first: \[2\]\)"):
+        step_bench.from_runs([run.root], "")

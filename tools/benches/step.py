@@ -1,0 +1,117 @@
+"""Whole steps at equal tokens, strict beside native, by phase; read from run directories, so it needs no GPU itself.
+
+    tools/bench step --runs DIR [DIR] --json docs/results/h200/step.json
+
+One directory with both arms (``rl-parity run --arm both``), or two with one arm each of the same configuration. Medians
+over steps; the first step of each sitting, which warms everything up, is left out. A phase's time is that of the
+slowest process, as the driver sees it. Steps are compared by number, and must have sampled equally many tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rl_contract import ContractError
+from rl_parity.report_run import PHASES
+from rl_parity.rundir import RunDirectory
+
+# settings that two runs of one arm each must share
+_SAME = (
+    *("model", "device", "train", "rollout", "prompts", "batch", "group", "max_new_tokens", "max_model_len", "seed"),
+    *("eager", "token_budget", "weights", "sleep"),
+)
+ARMS = ("strict", "native")
+
+
+def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
+    """(meta, rows, summary) as ``tools/bench`` writes them.
+
+    Raises:
+        ContractError: an arm is missing or there twice, the runs differ in more than the arm, or tokens differ.
+    """
+    runs = [RunDirectory(path) for path in paths]
+    manifests = [run.manifest() for run in runs]
+    for name in _SAME:
+        values = [manifest["config"].get(name) for manifest in manifests]
+        if any(value != values[0] for value in values):
+            raise ContractError(f"the runs differ in {name}: {values}; compare runs of one configuration")
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for run, manifest in zip(runs, manifests):
+        for arm in run.arms():
+            if arm in found:
+                raise ContractError(f"{run.root}: a second {arm} arm; give each arm once")
+            found[arm] = _settled(arm, manifest, run.steps(arm))
+    if missing := [arm for arm in ARMS if not found.get(arm)]:
+        raise ContractError(f"{[str(p) for p in paths]}: no settled steps of {missing}; give runs of both arms")
+    steps = sorted(found["strict"].keys() & found["native"].keys())
+    strict, native = ([found[arm][step] for step in steps] for arm in ARMS)
+    uneven = [s["step"] for s, n in zip(strict, native) if s["tokens"] != n["tokens"]]
+    if uneven or not steps:
+        raise ContractError(
+            f"{len(uneven)} of {len(steps)} steps sampled other numbers of tokens (first: {uneven[:1]}); compare steps "
+            "of equal tokens, e.g. of a random model, which seldom stops by itself"
+        )
+    rows = [_row(phase, strict, native) for phase in PHASES if any(s["seconds"].get(phase) for s in strict + native)]
+    rows.append(_row("whole step", strict, native))
+    return _meta(manifests[0], commit, len(steps)), rows, _summary(rows, strict, native)
+
+
+def _settled(arm: str, manifest: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    first = {0} | {sitting.get("from_step", {}).get(arm, 0) for sitting in manifest.get("sittings") or []}
+    return {step["step"]: step for step in steps if step["step"] not in first}
+
+
+def _seconds(step: Mapping[str, Any], phase: str) -> float:
+    spent = step["seconds"]
+    # proofs are made at the first and last step only, and saving is not in a step
+    return sum(s for p, s in spent.items() if p != "prove") if phase == "whole step" else float(spent.get(phase, 0.0))
+
+
+def _row(phase: str, strict: Sequence[Mapping[str, Any]], native: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    mine, theirs = (median(_seconds(s, phase) for s in steps) for steps in (strict, native))
+    return {
+        "case": phase,
+        "shape": [int(median(s["tokens"] for s in strict))],
+        "peer": "native",
+        "strict_us": round(1e6 * mine, 1),
+        "peer_us": round(1e6 * theirs, 1),
+        "ratio": round(theirs / mine, 3) if mine else 1.0,
+    }
+
+
+def _meta(manifest: Mapping[str, Any], commit: str, steps: int) -> dict[str, Any]:
+    gpus, versions, c = manifest.get("gpus") or [], manifest["versions"], manifest["config"]
+    names = [gpu["name"] for gpu in gpus]
+    return {
+        "gpu": ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or manifest["hardware"]["processor"],
+        "driver": ", ".join(sorted({gpu["driver"] for gpu in gpus})) or "-",
+        "torch": versions.get("torch"),
+        "triton": versions.get("triton") or "-",
+        "vllm": versions.get("vllm"),
+        "megatron-core": versions.get("megatron-core"),
+        "commit": commit,
+        "date": str(manifest.get("started", ""))[:10],
+        "notes": [
+            f"{c['model']}, {c['batch']} prompts ({c['prompts']}) of {c['group']} samples, {c['max_new_tokens']} new "
+            f"tokens, train {c['train']}, rollout {c['rollout']}, placement "
+            f"{(manifest.get('placement') or {}).get('kind', 'cpu')}, {steps} steps. Times are medians over steps."
+        ],
+    }
+
+
+def _summary(
+    rows: Sequence[Mapping[str, Any]], strict: Sequence[Mapping[str, Any]], native: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    by_case = {row["case"]: row for row in rows}
+    whole = by_case["whole step"]
+    out = {
+        "whole step at equal tokens, strict / native (target <= 1.04)": round(whole["strict_us"] / whole["peer_us"], 3),
+        "steps compared": len(strict),
+        "seconds a strict step": round(whole["strict_us"] / 1e6, 3),
+        "seconds a native step": round(whole["peer_us"] / 1e6, 3),
+    }
+    for arm, steps in zip(ARMS, (strict, native)):
+        rate = median(s["tokens"] / s["seconds"]["rollout"] for s in steps)
+        out[f"sampled tokens/s in rollouts, {arm}"] = round(rate)
+    return out
