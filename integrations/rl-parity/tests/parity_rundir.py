@@ -146,3 +146,50 @@ def write_run(
         }
     )
     return run
+
+
+def on_gpus(run: RunDirectory) -> RunDirectory:
+    """The same run as if made on two colocated GPUs, in two sittings, with graphs."""
+    gpus = [
+        {
+            "index": i,
+            "uuid": f"GPU-{i:08x}-1111-2222-3333-444444444444",
+            "name": "NVIDIA H200",
+            "memory": 143771 * 2**20,
+            "capability": "9.0",
+            "driver": "580.159.03",
+        }
+        for i in range(4)
+    ]
+    uuids = [gpu["uuid"] for gpu in gpus]
+    manifest = run.manifest()
+    placement = {
+        "kind": "colocated",
+        "backend": "nccl",
+        "trainers": uuids,
+        "engines": [uuids[:2], uuids[2:]],
+    }
+    sittings = [
+        {"started": "2026-01-01T00:00:00+0000", "gpus": gpus},
+        {
+            "started": "2026-01-02T00:00:00+0000",
+            "gpus": gpus,
+            "from_step": dict.fromkeys(run.arms(), 2),
+            "done_again": {"strict": [{"step": 2, "weight_digest": "0" * 64}]},
+        },
+    ]
+    run.write_manifest({**manifest, "gpus": gpus, "placement": placement, "sittings": sittings})
+    for arm in run.arms():
+        path = run.root / arm / "steps.jsonl"
+        records = run.steps(arm)
+        for record in records:
+            record["seconds"] |= {"wake": 0.31, "sleep": 0.12} | ({"prove": 0.4} if record["step"] in (0, 3) else {})
+            record["memory"] = {"trainers": [{"allocated_gib": 21.5 + record["step"], "reserved_gib": 30.0}] * 4}
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        evidence = run.evidence(arm)
+        for rows in (*evidence["train"].values(), *evidence["rollout"].values()):
+            rows += [{**row, "phase": "replay", "count": 4000} for row in rows]
+        proofs = [{"step": step, "version": VERSION, "shards": 620, "different": 0} for step in (0, 3)]
+        weights = {"asked": "auto", "transport": "lend", "reason": None, "sha256_proofs": proofs}
+        write_json(run.root / arm / "evidence.json", {**evidence, "weights": weights, "saves": []})
+    return run

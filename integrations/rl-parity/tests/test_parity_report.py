@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from parity_rundir import samples, write_run
+from parity_rundir import on_gpus, samples, write_run
 
 from rl_contract import ContractError
 from rl_parity.compare import compare_runs
@@ -144,3 +144,32 @@ def test_progress_draws_a_bar_with_live_counts_on_a_terminal(tmp_path):
     progress.close()
     assert "4/4" in stream.getvalue()
     assert "tokens 192  mismatches 0" in stream.getvalue()
+
+
+def test_a_run_on_gpus_says_where_each_rank_ran_how_weights_went_and_in_which_sittings(tmp_path):
+    page = render(on_gpus(write_run(tmp_path / "run", steps=6)))
+    for text in (
+        "tiny-qwen3 on NVIDIA H200",
+        "GPU-00000003-1111",
+        "rank 3<br>tp 1 · cp 1<br><small>GPU 3</small>",
+        "worker tp 1<br><small>GPU 3</small>",
+        "Placement colocated: trainer and engines take turns",
+        "lent as memory",
+        "sha256 of 1,240 shards",
+        "0 engines differ",
+        "The run&#x27;s 2 sittings".replace("&#x27;", "'"),
+        "strict 1",
+        "peak GPU memory of a trainer rank, GiB",
+        "<td>replay</td>",
+    ):
+        assert text in page, text
+    # means leave out the first step of each sitting: 0 and 2
+    assert '<tr><td><i class="swatch k-prove"></i>prove</td><td class="n">0.100</td>' in page
+    assert '<td>whole step</td><td class="n"><b>7.650</b></td>' in page
+
+
+def test_a_run_on_a_cpu_names_no_gpu(tmp_path):
+    page = render(write_run(tmp_path / "run"))
+    assert "GPU " not in page
+    assert "sittings" not in page
+    assert "Time by phase" in page

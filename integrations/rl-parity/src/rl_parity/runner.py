@@ -7,6 +7,8 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +220,11 @@ def _gpu_versions(placed: Placement) -> dict[str, str]:
     if not placed.gpus:
         return {}
     import torch
-    import triton
 
-    return {"triton": triton.__version__, "cuda": str(torch.version.cuda), "driver": placed.gpus[0].driver}
+    found = {"cuda": str(torch.version.cuda), "driver": placed.gpus[0].driver}
+    with suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    return found
 
 
 def _processor() -> str:
