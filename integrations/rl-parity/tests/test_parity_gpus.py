@@ -234,6 +234,8 @@ def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(t
     # asleep from the start, until there is something to sample
     assert engine.calls == ["sleep 1", *["wake weights", "wake kv_cache", "sleep 1"] * 2]
     assert engine.kwargs["gpu"] == {"gpu_memory_utilization": 0.9, "enable_sleep_mode": True, "enforce_eager": False}
+    # blocks of 16: one sequence of all the model's 512 positions, which is more than the step's four short ones
+    assert engine.kwargs["kv_blocks"] == 34
     assert launchers[0].workers["trainer-0"].target.calls == ["rest", "rest"]
     assert launchers[0].env["engine-0"]["CUDA_VISIBLE_DEVICES"] == "0"
     assert launchers[0].env["trainer-0"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

@@ -21,8 +21,8 @@ from vime_sync.layout import ModelShape
 # one thread per process: ranks share the cores, and no bit depends on the count
 _LEAN = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _TRAINER = {**_LEAN, "GLOO_SOCKET_IFNAME": "lo"}
-# tokens of a cache block in vLLM's CPU build
-_KV_BLOCK = 128
+# tokens of a cache block in vLLM's CPU build, and on GPUs
+_KV_BLOCK, _KV_BLOCK_GPU = 128, 16
 _ENGINE = {**_LEAN, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -194,7 +194,7 @@ class Fleet:
                 "tp": c.rollout.tp,
                 "max_model_len": self._max_model_len,
                 "max_num_seqs": self._sequences_per_engine(),
-                "kv_blocks": None if self._on_gpus else self._kv_blocks(),
+                "kv_blocks": self._kv_blocks(index),
                 "gpu": self._gpu_options(index) if self._on_gpus else None,
             },
         )
@@ -243,14 +243,25 @@ class Fleet:
     def _sequences_per_engine(self) -> int:
         return min(256, -(-self.config.batch // self.config.rollout.engines) * self.config.group)
 
-    def _kv_blocks(self) -> int | None:
-        """Cache blocks that hold every sequence of a step; None (vLLM's whole GiB a worker) where that is too small."""
+    def _kv_blocks(self, index: int) -> int | None:
+        """Cache blocks that hold every sequence of a step, since caches are dropped at every push and more would idle.
+
+        None, which is all the memory that vLLM has, where that is too little.
+        """
         shape = ModelShape.from_hf_config(checkpoint.read_config(self._model))
-        sequences = self._sequences_per_engine() * -(-self._longest_sequence // _KV_BLOCK)
-        blocks = max(sequences, -(-self._max_model_len // _KV_BLOCK)) + 2
+        size = _KV_BLOCK_GPU if self._on_gpus else _KV_BLOCK
+        sequences = self._sequences_per_engine() * -(-self._longest_sequence // size)
+        blocks = max(sequences, -(-self._max_model_len // size)) + 2
         heads = max(1, shape.kv_heads // self.config.rollout.tp)
-        worst_bytes = blocks * shape.layers * heads * _KV_BLOCK * shape.head_dim * 2 * 4
-        return blocks if worst_bytes < preflight.GIB else None
+        room = preflight.GIB
+        if self._on_gpus:
+            share = placement.engine_share(self.config, self._model_bytes(), self.placed, index)
+            memory = min(self.placed.gpus[spot].memory for spot in self.placed.engines[index])
+            # half of it may be needed by weights, graphs and activations
+            room = int(share * memory - self._model_bytes() // self.config.rollout.tp) // 2
+        # two bytes a value on GPUs, up to four on a CPU; keys and values
+        worst_bytes = blocks * shape.layers * heads * size * shape.head_dim * 2 * (2 if self._on_gpus else 4)
+        return blocks if worst_bytes < room else None
 
     def _starts_one_by_one(self) -> bool:
         if self._on_gpus:
