@@ -196,6 +196,15 @@ def test_framework_formulas_on_one_worked_batch():
     assert f["policy/rollout_train_logprobs_abs_diff_max"] == 1.0
     assert f["train_current_rollout_logprob_mismatch_count"] == 2
     assert 0 < f["train/js_divergence_error"] < k3
+    ratio = torch.tensor([math.exp(-0.5), math.e, 1, 1], dtype=torch.float64)
+    assert f["train/tis"] == f["behave_imp_weight"] == f["rollout_corr/rollout_is_mean"]
+    assert f["train/tis"] == pytest.approx(float(ratio.mean()))
+    assert f["train/tis_abs"] == pytest.approx(float((ratio - 1).abs().mean()))
+    assert f["behave_approx_kl"] == 0.125
+    assert f["rollout_corr/rollout_is_max"] == pytest.approx(math.e)
+    assert f["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-0.5))
+    effective = float(ratio.sum() ** 2 / ratio.square().sum() / 4)
+    assert f["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(effective)
 
 
 def test_refusals():

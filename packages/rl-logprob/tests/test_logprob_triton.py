@@ -60,6 +60,112 @@ def body_statistics():
             assert torch.equal(out, gradient), kernel
 
 
+def body_kept():
+    """The CPU's kept ids; fused, materialised and listed supports: one function of a row."""
+    import rl_logprob as lp
+    from rl_contract import SingleRank
+    from rl_logprob import gpu, linear_gpu, ops, plans, triton_head, triton_sample, triton_support
+    from rl_logprob import triton_scores as scores
+
+    one = torch.empty(0)
+    for kind in range(3):
+        logits = torch.randn(7, 300) * 3
+        if kind == 1:
+            logits = logits.round()
+        elif kind == 2:
+            logits[:, ::3], logits[1] = -torch.inf, 0.25
+            logits[0, 5], logits[2, 299], logits[3] = -0.0, torch.nan, -torch.inf
+        temp = torch.rand(7) + 0.5
+        k = torch.tensor([0, 5, 0, 1, 40, 299, 12])
+        p = torch.tensor([0.9, 1.0, 0.5, 1e-9, 0.7, 0.99, 1.0]).double() if kind else torch.ones(7).double()
+        least = torch.tensor([0.0, 0.05, 0.2, 0.0, 1e-4, 1.0, 0.0]).double()
+        got = triton_support.support(logits, temp, k, p, least, 290)
+        want = ops.support(logits, temp, k, p, least, 290)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (kind, got, want)
+
+    h, targets = torch.randint(-2, 3, (ROWS, HIDDEN)).float(), torch.randint(0, 300, (ROWS,))
+    w = torch.randint(-2, 3, (512, HIDDEN)).float() / 8
+    logits = h @ w.t()
+    key = lp.sampling_support(logits, vocab_size=300, top_k=40)
+    ids = key.ids(logits, vocab_size=300)
+    assert 0 < int(key.outside(logits[torch.arange(ROWS), targets], targets).sum()) < ROWS
+    limits = (key.threshold, key.last_id, targets)
+    found = scores.new_stats(ROWS, 3, True, h.device)
+    scores.tile_stats(logits, one, 300, found, 0, limits)
+    listed = scores.new_stats(ROWS, 3, True, h.device)
+    scores.tile_stats(ids.mask_(logits[:, :300].clone(), 0, targets), one, 300, listed, 0)
+    assert all(torch.equal(a, b) for a, b in zip(found, listed, strict=True))
+    cpu = lp.selected_logprob(logits, targets, vocab_size=300, support=key, return_entropy=True)
+    state = scores.merge(*found)
+    assert (scores.selected(logits[torch.arange(ROWS), targets], state) - cpu[0]).abs().max() < 2e-6
+    assert (state[:, 2] - cpu[1]).abs().max() < 1e-6
+    g, d = torch.randn(ROWS), torch.randn(ROWS)
+    want = torch.full((ROWS, 304), torch.nan, dtype=torch.bfloat16)[:, :300]
+    scores.grad_logits(logits[:, :300], one, state, targets, g, d, 0, 300, want, limits[:2])
+    assert (want == 0).sum(1).min() >= 300 - 41
+    for kind, block_n, slices in (("pointer", 128, 1), ("tma", 256, 2)):
+        kernel = plans.Kernel(kind=kind, block_m=16, block_n=block_n, block_k=16, warps=4, stages=2, slices=slices)
+        got = scores.new_stats(ROWS, 3, True, h.device)
+        triton_head.launch(kernel, h, w[:300], one, 0, 3, stats=got, kept=limits)
+        assert all(torch.equal(a, b) for a, b in zip(got, found, strict=True)), kernel
+        out = torch.full((ROWS, 304), torch.nan, dtype=torch.bfloat16)[:, :300]
+        more = {"state": state, "targets": targets, "dlogp": g, "dentropy": d}
+        triton_head.launch(kernel, h, w[:300], one, 0, 3, gradient=more, out=out, kept=limits)
+        assert torch.equal(out, want), kernel
+    seeds, places = torch.arange(ROWS) * 7, torch.arange(ROWS)
+    got = triton_sample.sample(logits, seeds, places, one, 300, False, limits[:2])
+    assert torch.equal(got, lp.gumbel_sample(logits, seeds, places, vocab_size=300, support=key))
+
+    fused = plans.Kernel(kind="pointer", block_m=16, block_n=128, block_k=16, warps=4, stages=2)
+    gpu.ready = lambda x: gpu.kernels()
+    gpu._processors = lambda index: 3
+    gpu._library_adds = lambda *a: False
+    gpu._choose = lambda *a: ("fused", fused)
+    # the interpreter's dot product has an order of its own
+    gpu.GPU_GRAD_BLOCK, gpu.FEW_TOKENS = 128, 0
+    main = torch.nn.Parameter(w)
+
+    def both(support, keep=0):
+        main.main_grad = torch.zeros_like(w)
+        comm = SingleRank()
+        x, state, kept = linear_gpu.forward(h, main.data, targets, one, comm, 300, True, 1, keep, support)
+        dh, _ = linear_gpu.backward(h, main, targets, one, state, g, d, comm, 300, 1, True, True, kept, support)
+        return x, state, dh, main.main_grad
+
+    gpu.GRADIENT_ELEMENTS = 1
+    results = [both(key), both(ids), both(key, 4 * ROWS * 300), both(ids, 4 * ROWS * 300)]
+    gpu.GRADIENT_ELEMENTS = 1 << 25
+    results += [both(key)]
+    assert torch.equal(results[0][1], state)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+
+
+def body_few():
+    """All blocks of ids in one launch: sums that are exact in any order, tails, and NaN where nothing may be read."""
+    from rl_logprob import triton_few
+
+    hidden, n, group = 48, 300, 128
+    for tokens in (1, 21, 70):
+        d = torch.randint(-4, 5, (tokens, n)).float()
+        out = torch.full((3, 128, group), torch.nan)
+        parts = [out[i, :tokens, : len(c.t())] for i, c in enumerate(d.split(group, 1))]
+        for part, c in zip(parts, d.split(group, 1), strict=True):
+            part.copy_(c)
+        weight, h = torch.randint(-4, 5, (n, hidden)).float(), torch.randint(-4, 5, (tokens, hidden)).float()
+        for first in (True, False):
+            root = torch.full((tokens, hidden), torch.nan if first else 0.5)
+            triton_few.add_hidden(parts, weight, root, group, first)
+            assert torch.equal(root, d @ weight + (0 if first else 0.5))
+            total = torch.full((n, hidden), torch.nan if first else 0.5)
+            triton_few.add_weight(parts, h, total, group, not first)
+            assert torch.equal(total, d.t() @ h + (0 if first else 0.5))
+        one = torch.full((tokens, 104), torch.nan)[:, :100]
+        one.copy_(d[:, :100])
+        root = torch.zeros(tokens, hidden)
+        triton_few.add_hidden([one], weight[:100], root, group, True)
+        assert torch.equal(root, d[:, :100] @ weight[:100])
+
+
 def body_head():
     """Slices of tokens, kept logits, chunks in memory, leaves and ranks: the same loss and gradients."""
     import rl_logprob as lp
@@ -88,7 +194,8 @@ def body_head():
         assert own is None
         return x, state, dh, main.main_grad
 
-    gpu.GPU_GRAD_BLOCK = 128
+    # the interpreter's dot product has an order of its own
+    gpu.GPU_GRAD_BLOCK, gpu.FEW_TOKENS = 128, 0
     want = both()
     cpu = lp.full_logprob(h @ w[:600].t(), vocab_size=600)
     assert ((want[0].double() - want[1][:, 0] - want[1][:, 1]) - cpu[torch.arange(ROWS), targets]).abs().max() < 2e-6
@@ -147,7 +254,7 @@ def body_sampler():
     assert (got < 0).tolist() == [False, True, False, False, True, False]
 
 
-@pytest.mark.parametrize("name", ["statistics", "head", "nonfinite", "sampler"])
+@pytest.mark.parametrize("name", ["statistics", "kept", "few", "head", "nonfinite", "sampler"])
 def test_interpreter(name):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -161,13 +268,15 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from rl_logprob import triton_head, triton_sample, triton_scores
+    from rl_logprob import triton_few, triton_head, triton_sample, triton_scores, triton_support
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter is on")
     f, i, n, d = "*fp32", "i32", "*i64", "*fp64"
     given = {
         "temperature": f,
+        "threshold": f,
+        "last_id": n,
         "state": d,
         "targets": n,
         "dlogp": f,
@@ -177,26 +286,49 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
         "u": n,
         "out": "*bf16",
     }
-    shape = {"M": i, "N": i, "K": i, "first": i, "stride": i, "stride_am": i, "stride_bn": i}
+    shape = {"M": i, "N": i, "K": i, "first": i, "stride": i, "stride_block": i, "stride_am": i, "stride_bn": i}
     block = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "EVEN_K": True, "UNIT": False}
-    stats = {"logits": f, "temperature": f, "m": f, "s": n, "u": n, "T": i, "C": i, "stride": i, "first_tile": i}
+    limits = {"temperature": f, "threshold": f, "last_id": n}
+    stats = {"logits": f} | limits | {"goal": n, "m": f, "s": n, "u": n, "T": i, "C": i, "stride": i, "first_tile": i}
     merge = {"m": f, "s": n, "u": n, "state": d, "T": i, "tiles": i, "stride_row": i, "stride_tile": i}
-    sample = {"logits": f, "seeds": n, "positions": n, "temperature": f, "values": d, "ids_out": n, "V": i}
+    sample = {"logits": f, "seeds": n, "positions": n} | limits | {"values": d, "ids_out": n, "V": i}
+    few = dict.fromkeys(("T", "N", "H", "stride_d", "stride_block"), i)
     jobs = [
         (
             triton_head.head_pointer_kernel,
             {"a": "*bf16", "b": "*bf16"} | given | shape,
-            block | {"ENTROPY": True, "GRADIENT": g},
+            block | {"ENTROPY": True, "GRADIENT": g, "SUPPORT": kept, "GROUP_N": 4096 if kept else 0},
         )
         for g in (False, True)
+        for kept in (False, True)
     ]
     jobs += [
-        (triton_scores.tile_stats_kernel, stats | {"stride_tile": i}, {"ROWS": 16, "UNIT": False, "ENTROPY": True}),
+        (
+            triton_scores.tile_stats_kernel,
+            stats | {"stride_tile": i},
+            {"ROWS": 16, "UNIT": False, "ENTROPY": True, "SUPPORT": True},
+        ),
         (triton_scores.merge_kernel, merge, {"ENTROPY": True, "ROWS": 16, "TILES": 128}),
         (
             triton_sample.sample_kernel,
             sample | {"per_program": i, "stride": i},
-            {"GREEDY": False, "UNIT": False, "BLOCK": 1024},
+            {"GREEDY": False, "UNIT": False, "SUPPORT": True, "BLOCK": 1024},
+        ),
+        (
+            triton_support.support_kernel,
+            {"logits": f, "temperature": f, "top_k": n, "top_p": d, "min_p": d, "threshold": f, "last_id": n, "V": i}
+            | {"stride": i},
+            {"UNIT": False, "BLOCK": 1024},
+        ),
+        (
+            triton_few.hidden_kernel,
+            {"d": "*bf16", "weight": "*bf16", "root": f} | few | {"stride_w": i},
+            {"GROUP_N": 4096, "BLOCK_T": 64, "BLOCK_H": 64, "BLOCK_K": 64, "FIRST": False},
+        ),
+        (
+            triton_few.weight_kernel,
+            {"d": "*bf16", "hidden": "*bf16", "out": f} | few | {"stride_h": i},
+            {"GROUP_N": 4096, "BLOCK_N": 128, "BLOCK_H": 64, "BLOCK_K": 32, "ADD": True},
         ),
     ]
     options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}

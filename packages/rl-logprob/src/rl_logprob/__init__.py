@@ -7,9 +7,12 @@ from rl_logprob.metrics import as_logprobs, rollout_metrics
 from rl_logprob.sampling import greedy_sample, gumbel_sample, request_seed
 from rl_logprob.scores import entropy, full_logprob, selected_logprob
 from rl_logprob.semantics import SamplingSemantics, check_sampling_semantics
+from rl_logprob.support import SupportIds, SupportKey, sampling_support
 
 __all__ = [
     "SamplingSemantics",
+    "SupportIds",
+    "SupportKey",
     "as_logprobs",
     "check_sampling_semantics",
     "entropy",
@@ -20,5 +23,6 @@ __all__ = [
     "padded_vocab_size",
     "request_seed",
     "rollout_metrics",
+    "sampling_support",
     "selected_logprob",
 ]

@@ -8,6 +8,12 @@ FIXED_POINT_BITS = 40
 MAX_VOCAB_TILE = 1 << 22
 
 GPU_ARCHS = ("sm90", "gfx942", "gfx950")
+# weights that top-p adds up, on every device: steps of 2**-42, so that 2**20 ids fit an int64
+SUPPORT_BITS = 42
+SUPPORT_MAX_VOCAB = 1 << 20
+# a smaller min-p than this acts as this: ids it would drop weigh nothing by far
+SUPPORT_MIN_P = 1e-300
+
 # ids whose terms a GPU sums against one maximum
 GPU_TILE = 128
 # a row's sum over tiles is held in steps of 2**-42: 2**20 ids fit an int64

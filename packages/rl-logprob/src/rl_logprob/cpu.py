@@ -3,8 +3,11 @@
 Inside a vocabulary tile the maximum and an int64 sum of fixed-point terms are exact, so their order is free; tiles are
 joined left in id order in fp64. Rounded: logit / temperature to fp32, every fp64 step, and the result to fp32 once.
 A row that holds a NaN or +inf, or no finite logit at all, has a NaN state.
+
+Where a support is given (``threshold`` not empty), ids outside it are -inf, but for the row's own ``goal``.
 """
 
+import numba as nb
 import numpy as np
 
 from rl_contract.jit import kernel
@@ -19,8 +22,16 @@ _INF_KEY = 0x7F800000
 _NEG_INF_KEY = -0x7F800001
 
 
+@nb.njit(inline="always")
+def dropped(x, i, threshold, last_id):  # type: ignore[no-untyped-def]
+    """Whether id i with value x is outside a support; a NaN or +inf never is, so that it shows."""
+    return x < threshold or (x == threshold and i > last_id)
+
+
 @kernel
-def tile_stats(logits, temperature, first_id, vocab_size, tile, with_entropy, m, s, u, first, last):
+def tile_stats(
+    logits, temperature, threshold, last_id, goal, first_id, vocab_size, tile, with_entropy, m, s, u, first, last
+):
     """logits fp32 [T, C] hold ids from ``first_id``; writes m fp32 [T, k], s int64 [T, k] and u int64 [T, k or 0].
 
     m: maximum of x = logit / temperature; s: sum of exp(x - m); u: sum of exp(x - m) * (m - x); s, u in fixed point.
@@ -44,6 +55,11 @@ def tile_stats(logits, temperature, first_id, vocab_size, tile, with_entropy, m,
             low = np.int32(0x7FFFFFFF)
             for i in range(n):
                 x[i] = logits[t, begin + i] / temp
+            if len(threshold) > 0:
+                for i in range(n):
+                    at = first_id + begin + i
+                    if at != goal[t] and dropped(x[i], at, threshold[t], last_id[t]):
+                        x[i] = -np.inf
             for i in range(n):
                 b = bits[i]
                 key = b ^ ((b >> np.int32(31)) & np.int32(0x7FFFFFFF))
@@ -131,8 +147,9 @@ def full(logits, temperature, state, out, first, last):
 
 @kernel
 def grad_logits(
-    logits, temperature, state, targets, dlogp, dentropy, with_entropy, first_id, vocab_size, out, first, last
-):
+    logits, temperature, threshold, last_id, state, targets, dlogp, dentropy, with_entropy, first_id, vocab_size, out,
+    first, last,
+):  # fmt: skip
     """Gradient of ``sum(dlogp * logp + dentropy * entropy)`` by the logits of ids from ``first_id``, fp32 [T, C].
 
     With p = exp(logp_i): (dlogp * ((i == target) - p) - dentropy * (p * (logp_i + entropy))) / temperature, in fp64.
@@ -149,6 +166,9 @@ def grad_logits(
                 out[t, i] = 0.0
                 continue
             x = np.float32(logits[t, i] / temp)
+            if len(threshold) > 0 and i != at and dropped(x, first_id + i, threshold[t], last_id[t]):
+                out[t, i] = 0.0
+                continue
             d = max((np.float64(x) - top) - log_total, _FLOOR)
             p = exp2_f64(d * LOG2E)
             value = g * ((1.0 if i == at else 0.0) - p)

@@ -42,11 +42,15 @@ def framework_figures(
     mixture = torch.log(0.5 * train.exp() + 0.5 * rollout.exp())
     js = 0.5 * _k3(train - mixture) + 0.5 * _k3(rollout - mixture)
     slime = per_sample(size).mean()
+    weight = torch.exp(d.clamp(-_SAFETY, _SAFETY))
     figures = {
         # slime, vime, miles: mean of sample means
         "train/train_rollout_logprob_abs_diff": slime,
         "train_current_rollout_logprob_abs_diff": slime,
         "train_current_rollout_logprob_max_abs_diff": size.max(),
+        # slime: before its clip
+        "train/tis": per_sample(ratio).mean(),
+        "train/tis_abs": per_sample((ratio - 1).abs()).mean(),
         # verl: probabilities, sample standard deviation
         "training/rollout_probs_diff_max": probs_diff.max(),
         "training/rollout_probs_diff_mean": probs_diff.mean(),
@@ -66,6 +70,11 @@ def framework_figures(
         "rollout_corr/log_ppl_diff_min": log_ppl_diff.min(),
         "rollout_corr/chi2_token": torch.exp(2 * d.clamp(-_SAFETY, _SAFETY)).mean() - 1,
         "rollout_corr/chi2_seq": torch.exp(2 * sum_d).mean() - 1,
+        # verl: token weights, before its thresholds
+        "rollout_corr/rollout_is_mean": weight.mean(),
+        "rollout_corr/rollout_is_min": weight.min(),
+        "rollout_corr/rollout_is_max": weight.max(),
+        "rollout_corr/rollout_is_eff_sample_size": 1 / (weight / weight.mean()).square().mean(),
         # NeMo-RL
         "train/token_mult_prob_error": torch.exp(size.clamp(max=700.0)).mean(),
         "train/gen_kl_error": k3.mean(),
@@ -84,7 +93,9 @@ def framework_figures(
         "sampling/importance_sampling_ratio/max": ratio.max(),
         # prime-rl: mean of sample means
         "mismatch_kl/all/mean": per_sample(k3).mean(),
-        # AReaL
+        # AReaL, without its cap
+        "behave_imp_weight": ratio.mean(),
+        "behave_approx_kl": d.mean(),
         "rollout_train_k3_kl": k3.mean(),
         "rollout_train_extreme_frac_tau2": ((ratio > 2) | (ratio < 0.5)).double().mean(),
         # torchtitan

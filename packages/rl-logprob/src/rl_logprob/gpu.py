@@ -6,6 +6,7 @@ for a chunk of ids, and how many tokens go through at once, never shows in the b
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,29 +17,36 @@ import rl_gemm.ops
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_logprob import plans
 from rl_logprob.contract import GPU_ARCHS, GPU_GRAD_BLOCK, GPU_TILE
+from rl_logprob.support import Support, SupportIds, key_of
 
 # fp32 logits in memory at once, where they are: 128 MiB
 CHUNK_ELEMENTS = 1 << 25
+# bf16 gradients of logits in memory at once: 64 MiB, or one block of ids of one block of tokens
+GRADIENT_ELEMENTS = 1 << 25
+# up to so many tokens all blocks of ids go through one launch instead of a library call each
+FEW_TOKENS = 1024
+# below so many tokens computing logits again is quicker than keeping them
+KEEP_FROM_TOKENS = 4096
 # bytes of statistics in memory at once: they are merged into a row's state for as many tokens at a time as fit
 STATS_BYTES = 192 << 20
 
 
 @cache
 def kernels() -> Any:
-    """The Triton modules, as attributes ``head``, ``scores``, ``sample``.
+    """The Triton modules, as attributes ``head``, ``few``, ``scores``, ``sample``, ``support``.
 
     Raises:
         MissingSupport: Triton is not installed.
     """
     try:
-        from rl_logprob import triton_head, triton_sample, triton_scores
+        from rl_logprob import triton_few, triton_head, triton_sample, triton_scores, triton_support
     except ImportError as error:
         raise MissingSupport(
             f"rl_logprob on a GPU needs Triton ({error}); install a PyTorch build with Triton"
         ) from error
 
     class Kernels:
-        head, scores, sample = triton_head, triton_scores, triton_sample
+        head, few, scores, sample, support = triton_head, triton_few, triton_scores, triton_sample, triton_support
 
     return Kernels
 
@@ -98,6 +106,14 @@ def check_tile(vocab_tile: int) -> None:
         )
 
 
+def room(tokens: int) -> int:
+    """Bytes for logits that wait for the backward: half of what the device and PyTorch's own pool have free."""
+    if tokens < KEEP_FROM_TOKENS:
+        return 0
+    free, _ = torch.cuda.mem_get_info()
+    return (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) // 2
+
+
 def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -135,11 +151,28 @@ def id_blocks(rows: int, real: int, leaf_rows: int) -> Iterator[slice]:
             yield slice(part, min(part + GPU_GRAD_BLOCK, end))
 
 
+def _limits(support: Support | None, targets: Tensor, first_id: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Threshold, last id and target, ids counted from ``first_id``; None without a key."""
+    threshold, last_id = key_of(support)
+    if threshold is None or last_id is None:
+        return None
+    return threshold, last_id - first_id, targets - first_id
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, first_id: int, support: Support | None, targets: Tensor | None
+) -> Tensor:  # fmt: skip
+    """fp32 [T, C] of ids from ``first_id``; -inf outside a support that lists its ids."""
+    logits = rl_gemm.linear(hidden, weight, out_dtype=torch.float32)
+    return support.mask_(logits, first_id, targets) if isinstance(support, SupportIds) else logits
+
+
 def stats(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, real: int, entropy: bool, *, kept: Kept | None = None,
-    keep_bytes: int = 0, leaf_rows: int = 0,
+    hidden: Tensor, weight: Tensor, temperature: Tensor, real: int, entropy: bool, *, first_id: int,
+    targets: Tensor, support: Support | None = None, kept: Kept | None = None, keep_bytes: int = 0, leaf_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """m fp32, s and u int64 [tiles, T] of the first ``real`` ids of this shard; whole tiles of padding are left out.
+    """m fp32, s and u int64 [tiles, T] of the first ``real`` ids of this shard, whose own first id is ``first_id``;
+    whole tiles of padding are left out.
 
     ``kept`` receives the fp32 logits of as many blocks of ids, by first id, as ``keep_bytes`` hold.
     """
@@ -148,28 +181,31 @@ def stats(
     found = k.scores.new_stats(len(hidden), -(-real // GPU_TILE), entropy, hidden.device)
     if not found[0].numel():
         return found
+    limits = _limits(support, targets, first_id)
     done = 0
     for ids in id_blocks(len(weight), real, leaf_rows) if kept is not None else ():
         keep_bytes -= 4 * len(hidden) * (ids.stop - ids.start)
         if kept is None or keep_bytes < 0:
             break
-        kept[ids.start] = rl_gemm.linear(hidden, weight[ids], out_dtype=torch.float32)
-        k.scores.tile_stats(kept[ids.start], temperature, ids.stop - ids.start, found, ids.start // GPU_TILE)
+        logits = _logits(hidden, weight[ids], first_id + ids.start, support, targets)
+        k.scores.tile_stats(logits, temperature, logits.shape[1], found, ids.start // GPU_TILE, limits)
+        kept[ids.start] = logits
         done = ids.stop
     if done:
         record("triton_scores.tile_stats", "kept")
     if done == real:
         return found
-    name, kernel = _choose("stats", hidden, weight)
+    name, kernel = ("listed", None) if isinstance(support, SupportIds) else _choose("stats", hidden, weight)
     if kernel is not None:
         processors = _processors(hidden.device.index or 0)
-        k.head.launch(kernel, hidden, weight[done:real], temperature, done // GPU_TILE, processors, stats=found)
+        first = done // GPU_TILE
+        k.head.launch(kernel, hidden, weight[done:real], temperature, first, processors, stats=found, kept=limits)
         record("triton_head.stats", name)
         return found
     for part in _slices(real - done, max(1, CHUNK_ELEMENTS // len(hidden) // 4096) * 4096):
         ids = slice(done + part.start, done + part.stop)
-        logits = rl_gemm.linear(hidden, weight[ids], out_dtype=torch.float32)
-        k.scores.tile_stats(logits, temperature, logits.shape[1], found, ids.start // GPU_TILE)
+        logits = _logits(hidden, weight[ids], first_id + ids.start, support, targets)
+        k.scores.tile_stats(logits, temperature, logits.shape[1], found, ids.start // GPU_TILE, limits)
         del logits
     record("triton_scores.tile_stats", name)
     return found
@@ -190,38 +226,54 @@ def target_logits(
 def grad_logits(
     hidden: Tensor, weight: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor,
     dentropy: Tensor,
-    first_id: int, logits: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Gradient by the logits of hidden @ weight.T, ids from ``first_id``, rounded once to bf16 [T, C].
+    first_id: int, logits: Tensor | None = None, support: Support | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradient by the logits of hidden @ weight.T, ids from ``first_id``, rounded once to bf16: [T, ids of the block]
+    for every block of GPU_GRAD_BLOCK ids.
 
-    ``logits``: the product where the forward kept it.
+    ``logits``: the product where the forward kept it, of one block at most.
     """
     k = ready(hidden)
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
-    # rows start at multiples of 16 bytes, as the copy engine asks
-    width = -(-len(weight) // 8) * 8
-    out = torch.empty((len(hidden), width), dtype=hidden.dtype, device=hidden.device)[:, : len(weight)]
+    tokens, n = len(hidden), len(weight)
+    blocks = list(_slices(n, GPU_GRAD_BLOCK))
+    if len(blocks) > 1:
+        # every block lies alone, whole blocks of rows long
+        shape: tuple[int, ...] = (len(blocks), -(-tokens // plans.MAX_BLOCK_M) * plans.MAX_BLOCK_M, GPU_GRAD_BLOCK)
+        out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+        parts = [out[i, :tokens, : b.stop - b.start] for i, b in enumerate(blocks)]
+    else:
+        # rows start at multiples of 16 bytes, as the copy engine asks
+        out = torch.empty((tokens, -(-n // 8) * 8), dtype=hidden.dtype, device=hidden.device)[:, :n]
+        parts = [out]
     if not out.numel():
-        return out
-    name, kernel = ("kept", None) if logits is not None else _choose("gradient", hidden, weight)
+        return parts
+    limits = _limits(support, targets, 0)
+    if logits is not None:
+        name, kernel = "kept", None
+    elif isinstance(support, SupportIds):
+        name, kernel = "listed", None
+    else:
+        name, kernel = _choose("gradient", hidden, weight)
     if kernel is not None:
         given = {"state": state, "targets": targets, "dlogp": dlogp, "dentropy": dentropy}
         processors = _processors(hidden.device.index or 0)
-        k.head.launch(kernel, hidden, weight, temperature, first_id, processors, gradient=given, out=out)
+        k.head.launch(kernel, hidden, weight, temperature, first_id, processors, gradient=given, out=out, kept=limits)
         record("triton_head.gradient", name)
-        return out
+        return parts
     if logits is None:
-        logits = rl_gemm.linear(hidden, weight, out_dtype=torch.float32)
-    k.scores.grad_logits(logits, temperature, state, targets, dlogp, dentropy, first_id, len(weight), out)
+        logits = _logits(hidden, weight, first_id, support, targets)
+    outer = None if limits is None else limits[:2]
+    k.scores.grad_logits(logits, temperature, state, targets, dlogp, dentropy, first_id, len(weight), out, outer)
     record("triton_scores.grad_logits", name)
-    return out
+    return parts
 
 
 def backward(
     hidden: Tensor, weight: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor,
     dentropy: Tensor,
     *, first_id: int, real: int, leaf_rows: int, needs_hidden: bool, weight_grad: Tensor | None, add: bool,
-    kept: Kept,
+    kept: Kept, support: Support | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Gradients of one shard for at most GPU_TOKEN_BLOCK tokens: the root fp32 [T, H] of hidden's tree, or None.
 
@@ -230,6 +282,14 @@ def backward(
     rounded once to its type.
     """
     pending: list[Tensor] = []
+    # how many blocks of ids go through at once: rows of the weight's gradient are independent
+    group = 1
+    if not kept and not isinstance(support, SupportIds) and _choose("gradient", hidden, weight)[1] is not None:
+        padded = -(-max(len(hidden), 1) // plans.MAX_BLOCK_M) * plans.MAX_BLOCK_M
+        group = max(1, GRADIENT_ELEMENTS // (GPU_GRAD_BLOCK * padded))
+    hidden = _rows_contiguous(hidden)
+    small = len(hidden) <= FEW_TOKENS and (weight_grad is None or weight_grad.is_contiguous())
+    few = ready(hidden).few if small and group > 1 else None
     for leaf, begin in enumerate(range(0, len(weight), leaf_rows)):
         end = min(begin + leaf_rows, real)
         root = None
@@ -237,18 +297,31 @@ def backward(
             # a leaf of padding only is +0
             new = torch.zeros if begin >= end else torch.empty
             root = new(hidden.shape, dtype=torch.float32, device=hidden.device)
-        for block in id_blocks(leaf_rows, end - begin, leaf_rows):
-            ids = slice(begin + block.start, begin + block.stop)
+        for start in range(begin, end, group * GPU_GRAD_BLOCK):
+            ids = slice(start, min(start + group * GPU_GRAD_BLOCK, end))
             dlogits = grad_logits(
                 hidden, weight[ids], temperature, state, targets, dlogp, dentropy, first_id + ids.start,
-                kept.pop(ids.start, None)
+                kept.pop(ids.start, None), support,
             )  # fmt: skip
+            if few is not None:
+                if root is not None:
+                    few.add_hidden(dlogits, _rows_contiguous(weight[ids]), root, GPU_GRAD_BLOCK, start == begin)
+                if weight_grad is not None:
+                    few.add_weight(dlogits, hidden, weight_grad[ids], GPU_GRAD_BLOCK, add)
+                record("triton_few")
+                del dlogits
+                continue
+            blocks = [slice(start + b.start, start + b.stop) for b in _slices(ids.stop - start, GPU_GRAD_BLOCK)]
             if root is not None:
-                _chain_into(root, dlogits, weight[ids], "grad_input", first=block.start == 0)
+                _add_chains([root] * len(blocks), dlogits, [weight[b] for b in blocks], "grad_input", start == begin)
             if weight_grad is not None and add:
-                _chain_into(weight_grad[ids], dlogits.t(), hidden, "grad_weight", first=False)
+                totals, turned = [weight_grad[b] for b in blocks], [d.t() for d in dlogits]
+                _add_chains(totals, turned, [hidden] * len(blocks), "grad_weight", False)
+                del turned
             elif weight_grad is not None:
-                weight_grad[ids] = rl_gemm.ops.grad_weight(dlogits, hidden)
+                for i, b in enumerate(blocks):
+                    weight_grad[b] = rl_gemm.ops.grad_weight(dlogits[i].contiguous(), hidden)
+            # the next gradient takes its place
             del dlogits
         if root is not None:
             # as a binary counter carries: at most one finished sub-tree a level waits
@@ -260,19 +333,29 @@ def backward(
     return pending[0] if pending else None
 
 
-def _chain_into(total: Tensor, a: Tensor, b: Tensor, operation: str, *, first: bool) -> None:
-    """total fp32 [M, N] = (total, or nothing if ``first``) + the chain a [M, K] b [K, N], added once in fp32."""
-    if _library_adds(total, a, b, operation):
+def _add_chains(totals: list[Tensor], a: list[Tensor], b: list[Tensor], operation: str, first: bool) -> None:
+    """In turn: totals[i] fp32 [M, N] plus the chain a[i] [M, K] b[i] [K, N], added once in fp32; with ``first`` the
+    first total only takes it.
+    """
+    certified = [_library_adds(*job, operation) for job in zip(totals, a, b, strict=True)]
+    for library, some in groupby(range(len(a)), key=certified.__getitem__):
+        if not library:
+            for i in some:
+                _add_chain(totals[i], a[i], b[i], operation, first and i == 0)
+            continue
         from rl_gemm import vendor
 
-        # a switch of the whole process, set for the call and put back
+        # a switch of the whole process, set for the calls and put back
         with vendor.no_split_k():
-            if first:
-                torch.mm(a, b, out_dtype=torch.float32, out=total)
-            else:
-                torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+            for i in some:
+                if first and i == 0:
+                    torch.mm(a[i], b[i], out_dtype=torch.float32, out=totals[i])
+                else:
+                    torch.addmm(totals[i], a[i], b[i], out_dtype=torch.float32, out=totals[i])
         record(f"{vendor.NAME}.{operation}")
-        return
+
+
+def _add_chain(total: Tensor, a: Tensor, b: Tensor, operation: str, first: bool) -> None:
     # rows of the product are independent, so a slice of them at a time bounds the memory
     step = max(128, (1 << 23) // total.shape[1])
     for rows in _slices(len(total), step):

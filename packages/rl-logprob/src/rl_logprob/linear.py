@@ -23,6 +23,7 @@ from rl_logprob.checks import (
     whole_number,
 )
 from rl_logprob.scores import Nonfinite
+from rl_logprob.support import Support, SupportIds, SupportKey, check_support, key_of
 
 # fp32 logits held at once; at least one vocabulary tile
 CHUNK_ELEMENTS = 1 << 22
@@ -41,8 +42,10 @@ def linear_logprob(
     leaves: int = 1,
     return_entropy: Literal[False] = False,
     nonfinite: Nonfinite = "raise",
-    keep_logits: int = 0,
+    keep_logits: int | Literal["auto"] = 0,
     tokens: TokenShards | None = None,
+    support: Support | None = None,
+    return_rescued: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def linear_logprob(
@@ -57,9 +60,12 @@ def linear_logprob(
     leaves: int = 1,
     return_entropy: Literal[True],
     nonfinite: Nonfinite = "raise",
-    keep_logits: int = 0,
+    keep_logits: int | Literal["auto"] = 0,
     tokens: TokenShards | None = None,
+    support: Support | None = None,
+    return_rescued: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -72,9 +78,28 @@ def linear_logprob(
     leaves: int = 1,
     return_entropy: bool = False,
     nonfinite: Nonfinite = "raise",
-    keep_logits: int = 0,
+    keep_logits: int | Literal["auto"] = 0,
     tokens: TokenShards | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    support: Support | None = None,
+    return_rescued: Literal[True],
+) -> tuple[Tensor, ...]: ...
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    comm: Communicator | None = None,
+    leaves: int = 1,
+    return_entropy: bool = False,
+    nonfinite: Nonfinite = "raise",
+    keep_logits: int | Literal["auto"] = 0,
+    tokens: TokenShards | None = None,
+    support: Support | None = None,
+    return_rescued: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``log softmax(hidden @ weight.T / temperature)[target]``, the bits of ``selected_logprob`` at every world size.
 
     Args:
@@ -90,13 +115,18 @@ def linear_logprob(
         nonfinite: ``"raise"``, which on a GPU waits for the device once, or ``"nan"``, which never does: a row that
             is not finite, or whose target or temperature lie on the GPU and are out of range, gets NaN.
         keep_logits: bytes of GPU memory in which fp32 logits may wait for the backward, which computes the others
-            again; memory for time, never bits. A CPU keeps none.
+            again; memory for time, never bits. ``"auto"``: half of what is free at the call,
+            from 4,096 tokens on. A CPU keeps none.
         tokens: where hidden is one context parallel rank's rows, the ranks that hold the others: the gradient of weight
             is then that of all tokens, the same on every rank, in the bits of one rank that holds them all.
+        support: the kept ids of each row, over which probabilities are renormalised; see ``sampling_support``. The same
+            on every rank. A target outside is kept all the same.
+        return_rescued: also return which rows' targets were outside their support, bool [T].
 
     Returns:
-        fp32 [T], nats; or (that, entropy fp32 [T]). Gradients flow from both to hidden and weight. That of weight is
-        added in fp32 to ``weight.main_grad`` where that exists, and rounded to weight's type otherwise.
+        fp32 [T], nats; or a tuple of that, entropy fp32 [T] if asked for, rescued if asked for. Gradients
+        flow from the first two to hidden and weight. That of weight is added in fp32 to ``weight.main_grad`` where that
+        exists, and rounded to weight's type otherwise.
 
     Raises:
         ContractError: types, shapes, a target or a temperature out of range, shards that are not whole tiles or too
@@ -113,15 +143,26 @@ def linear_logprob(
         gpu.check(hidden, weight, vocab_tile)
     temp = row_temperature(temperature, len(hidden), hidden.device)
     targets = targets.to(hidden.device, torch.int64)
-    if not whole_number(keep_logits) or keep_logits < 0:
-        raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none")
+    if keep_logits != "auto" and (not whole_number(keep_logits) or keep_logits < 0):
+        raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none, or 'auto'")
+    check_support(support, len(hidden), hidden.device, vocab_size)
+    if tokens is not None and isinstance(support, SupportIds):
+        raise ContractError(
+            "support is a list of ids beside tokens=TokenShards; supported: SupportKey, whose rows can be gathered"
+        )
+    if tokens is not None and not temp.numel():
+        # the short form of temperature 1 cannot be gathered
+        temp = torch.ones(len(hidden), dtype=torch.float32, device=hidden.device)
     strict = nonfinite == "raise"
-    kept = keep_logits if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0
-    logp, entropy = _LinearLogprob.apply(
-        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, kept,
-        tokens,
+    grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    room = 0 if not grad or not hidden.is_cuda else gpu.room(len(hidden)) if keep_logits == "auto" else keep_logits
+    logp, entropy, rescued = _LinearLogprob.apply(
+        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, tokens,
+        support, return_rescued,
     )  # fmt: skip
-    return (logp, entropy) if return_entropy else logp
+    found: tuple[Tensor, ...] = (logp, entropy) if return_entropy else (logp,)
+    found += (rescued,) if return_rescued else ()
+    return found if len(found) > 1 else logp
 
 
 def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, world: int, leaves: int) -> None:
@@ -138,8 +179,8 @@ def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, wor
         raise ContractError(f"weight has {rows} rows; supported: whole tiles of {vocab_tile} ids; {remedy}")
     if rows * world < vocab_size:
         raise ContractError(f"{world} shards of {rows} rows do not hold vocab_size={vocab_size}; {remedy}")
-    if not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1) or leaves % world:
-        raise ContractError(f"leaves={leaves} on {world} ranks; supported: a power of two that {world} divides")
+    if not whole_number(leaves) or leaves < 1 or leaves & (leaves - 1) or leaves % world:
+        raise ContractError(f"leaves={leaves!r} on {world} ranks; supported: a power of two that {world} divides")
     if rows % (leaves // world * vocab_tile):
         raise ContractError(
             f"leaves={leaves} cut {rows * world} ids into parts of {rows * world / leaves:g}; "
@@ -163,14 +204,17 @@ class _LinearLogprob(torch.autograd.Function):
         strict: bool,
         keep_logits: int,
         tokens: TokenShards | None,
-    ) -> tuple[Tensor, Tensor]:
+        support: Support | None,
+        with_rescued: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if hidden.is_cuda:
             x, state, ctx.logits = linear_gpu.forward(
-                hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits
-            )
+                hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits,
+                support,
+            )  # fmt: skip
         else:
             m, s, u, x = _local_stats(
-                hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy
+                hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy, support
             )
             m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm)
             state = ops.merge_tiles(m, s, u)
@@ -182,48 +226,49 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, temperature, state)
         ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves, ctx.tokens = comm, vocab_size, vocab_tile, leaves, tokens
         entropy = state[:, 2].float()
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        ctx.with_entropy = with_entropy
-        return logp, entropy
+        rescued = torch.zeros_like(targets, dtype=torch.bool)
+        if support is not None and with_rescued:
+            rescued = support.outside(x, targets)
+        ctx.mark_non_differentiable(*(rescued,) if with_entropy else (entropy, rescued))
+        ctx.with_entropy, ctx.support = with_entropy, support
+        return logp, entropy, rescued
 
     @staticmethod
-    def backward(ctx: Any, dlogp: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dlogp: Tensor, dentropy: Tensor, _rescued: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, state = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if not ctx.with_entropy:
             dentropy = dlogp.new_empty(0)
-        dlogp, dentropy = dlogp.contiguous(), dentropy.contiguous()
-        rows = (hidden, targets, temperature, state, dlogp, dentropy)
+        threshold, last_id = key_of(ctx.support)
+        rows = [hidden, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous()]
         if ctx.tokens is None or not needs_weight:
-            return *_gradients(ctx, weight, *rows, needs_hidden=needs_hidden, needs_weight=needs_weight), *[None] * 10
-        dhidden = _gradients(ctx, weight, *rows, needs_hidden=True, needs_weight=False)[0] if needs_hidden else None
+            grads = _gradients(ctx, weight, *rows, ctx.support, needs_hidden=needs_hidden, needs_weight=needs_weight)
+            return *grads, *[None] * 12
+        dhidden = None
+        if needs_hidden:
+            dhidden = _gradients(ctx, weight, *rows, ctx.support, needs_hidden=True, needs_weight=False)[0]
         ctx.logits = None
         every = [ctx.tokens.gather(t) for t in rows[:-1]]
-        every.append(ctx.tokens.gather(dentropy) if ctx.with_entropy else dentropy)
-        dweight = _gradients(ctx, weight, *every, needs_hidden=False, needs_weight=True)[1]
-        return dhidden, dweight, *[None] * 10
+        every.append(ctx.tokens.gather(rows[-1]) if ctx.with_entropy else dentropy)
+        support = None
+        if threshold is not None and last_id is not None:
+            support = SupportKey(ctx.tokens.gather(threshold), ctx.tokens.gather(last_id))
+        dweight = _gradients(ctx, weight, *every, support, needs_hidden=False, needs_weight=True)[1]
+        return dhidden, dweight, *[None] * 12
 
 
 def _gradients(
-    ctx: Any,
-    weight: Tensor,
-    hidden: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    state: Tensor,
-    dlogp: Tensor,
-    dentropy: Tensor,
-    *,
-    needs_hidden: bool,
-    needs_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
+    ctx: Any, weight: Tensor, hidden: Tensor, targets: Tensor, temperature: Tensor, state: Tensor, dlogp: Tensor,
+    dentropy: Tensor, support: Support | None, *, needs_hidden: bool, needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of hidden and of weight from these rows."""
     comm, tile = ctx.comm, ctx.vocab_tile
     if hidden.is_cuda:
         return linear_gpu.backward(
             hidden, weight, targets, temperature, state, dlogp, dentropy, comm, ctx.vocab_size, ctx.leaves,
-            needs_hidden, needs_weight, ctx.logits,
+            needs_hidden, needs_weight, ctx.logits, support,
         )  # fmt: skip
     rows = weight.shape[0]
     real = _real_rows(rows, comm.rank, ctx.vocab_size)
@@ -239,8 +284,10 @@ def _gradients(
             part = weight[begin : min(begin + step, end)]
             logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)
             first_id = comm.rank * rows + begin
+            if isinstance(support, SupportIds):
+                support.mask_(logits, first_id, targets)
             dlogits = ops.grad_logits(
-                logits, temperature, state, targets, dlogp, dentropy, first_id, ctx.vocab_size
+                logits, temperature, state, targets, dlogp, dentropy, first_id, ctx.vocab_size, *key_of(support)
             ).to(weight.dtype)
             if sink is not None:
                 sink.put(begin, rl_gemm.ops.grad_weight(dlogits, hidden))
@@ -297,6 +344,7 @@ def _local_stats(
     vocab_size: int,
     vocab_tile: int,
     with_entropy: bool,
+    support: Support | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's tiles m, s, u [T, tiles/t], and x [T] of the targets it owns, 0 elsewhere."""
     rows, tokens = weight.shape[0], len(hidden)
@@ -308,7 +356,10 @@ def _local_stats(
         part = weight[begin : min(begin + step, real)]
         logits = rl_gemm.linear(hidden.detach(), part.detach(), out_dtype=torch.float32)  # [T, step]
         first_id = rank * rows + begin
-        stats.append(ops.tile_stats(logits, temperature, first_id, vocab_size, vocab_tile, with_entropy))
+        if isinstance(support, SupportIds):
+            support.mask_(logits, first_id, targets)
+        key = key_of(support)
+        stats.append(ops.tile_stats(logits, temperature, first_id, vocab_size, vocab_tile, with_entropy, *key, targets))
         at = targets - first_id
         here = ((at >= 0) & (at < len(part))).nonzero()[:, 0]
         x[here] = logits[here, at[here]] / temperature[here]

@@ -11,6 +11,7 @@ from rl_contract import Communicator
 from rl_contract.gradients import main_grad_of
 from rl_logprob import gpu
 from rl_logprob.contract import GPU_TILE, GPU_TOKEN_BLOCK
+from rl_logprob.support import Support
 
 
 def _real_rows(rows: int, rank: int, vocab_size: int) -> int:
@@ -20,7 +21,7 @@ def _real_rows(rows: int, rank: int, vocab_size: int) -> int:
 @torch.compiler.disable
 def forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
-    entropy: bool, leaves: int = 1, keep_logits: int = 0,
+    entropy: bool, leaves: int = 1, keep_logits: int = 0, support: Support | None = None,
 ) -> tuple[Tensor, Tensor, list[gpu.Kept]]:  # fmt: skip
     """x fp32 [T] of the targets, NaN for one outside the vocabulary; state fp64 [T, 3]; logits kept, by block of
     tokens.
@@ -39,16 +40,17 @@ def forward(
     for begin in range(0, len(hidden), step):
         part = slice(begin, min(begin + step, len(hidden)))
         h, goal, temp = hidden[part], targets[part], _part(temperature, part)
+        own, first_id = None if support is None else support[part], comm.rank * rows
         if keep_logits:
             logits.append({})
             room = keep_logits * len(h) // len(hidden)
             found = gpu.stats(
                 h, weight, temp, real, entropy, kept=logits[-1], keep_bytes=room,
-                leaf_rows=rows * comm.world_size // leaves
+                leaf_rows=rows * comm.world_size // leaves, first_id=first_id, targets=goal, support=own,
             )  # fmt: skip
         else:
-            found = gpu.stats(h, weight, temp, real, entropy)
-        here = gpu.target_logits(h, weight, goal, temp, comm.rank * rows, real)
+            found = gpu.stats(h, weight, temp, real, entropy, first_id=first_id, targets=goal, support=own)
+        here = gpu.target_logits(h, weight, goal, temp, first_id, real)
         if comm.world_size == 1:
             state[part] = scores.merge(*found)
         else:
@@ -85,7 +87,7 @@ def backward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, state: Tensor, dlogp: Tensor,
     dentropy: Tensor,
     comm: Communicator, vocab_size: int, leaves: int, needs_hidden: bool, needs_weight: bool,
-    logits: list[gpu.Kept],
+    logits: list[gpu.Kept], support: Support | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of hidden and weight; that of weight is None where ``weight.main_grad`` took it."""
     rows = weight.shape[0]
@@ -107,6 +109,7 @@ def backward(
             real=_real_rows(rows, comm.rank, vocab_size), leaf_rows=rows * comm.world_size // leaves,
             needs_hidden=needs_hidden,
             weight_grad=sink, add=add, kept=logits[i] if logits else {},
+            support=None if support is None else support[part],
         )  # fmt: skip
         if dhidden is not None and root is not None:
             dhidden[part] = comm.all_reduce(root, out_dtype=hidden.dtype)

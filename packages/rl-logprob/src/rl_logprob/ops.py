@@ -1,12 +1,13 @@
 """Opaque custom ops over the kernels: launch counts and choice by device. Inputs were checked by the callers."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_contract import Launch, record_launch
 from rl_contract.arrays import as_array
 from rl_contract.threads import for_ranges
-from rl_logprob import cpu
+from rl_logprob import cpu, cpu_support
 
 # operations an element, for the decision to hand rows to other threads
 _WORK = 40.0
@@ -16,16 +17,35 @@ def _record(kernel: str) -> None:
     record_launch(Launch("logprob", f"rl_logprob.cpu.{kernel}"))
 
 
+def support_arrays(threshold: Tensor | None, last_id: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays for the kernels, empty where there is no support."""
+    if threshold is None or last_id is None:
+        return np.empty(0, np.float32), np.empty(0, np.int64)
+    return as_array(threshold), as_array(last_id)
+
+
 @torch.library.custom_op("rl_logprob::tile_stats", mutates_args=(), device_types="cpu")
 def tile_stats(
-    logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool
+    logits: Tensor,
+    temperature: Tensor,
+    first_id: int,
+    vocab_size: int,
+    vocab_tile: int,
+    entropy: bool,
+    threshold: Tensor | None = None,
+    last_id: Tensor | None = None,
+    goal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits fp32 [T, C], ids from ``first_id`` -> m fp32, s, u int64 [T, tiles]; u is empty unless ``entropy``."""
+    """logits fp32 [T, C], ids from ``first_id`` -> m fp32, s, u int64 [T, tiles]; u is empty unless ``entropy``.
+
+    ``threshold``, ``last_id``: the support; ids outside it are -inf but for ``goal``, int64 [T].
+    """
     rows, tiles = logits.shape[0], -(-logits.shape[1] // vocab_tile)
     m = torch.empty(rows, tiles, dtype=torch.float32)
     s = torch.empty(rows, tiles, dtype=torch.int64)
     u = torch.empty(rows, tiles if entropy else 0, dtype=torch.int64)
-    head = (as_array(logits), as_array(temperature), first_id, vocab_size, vocab_tile, entropy)
+    kept = (*support_arrays(threshold, last_id), np.empty(0, np.int64) if goal is None else as_array(goal))
+    head = (as_array(logits), as_array(temperature), *kept, first_id, vocab_size, vocab_tile, entropy)
     tail = (m.numpy(), s.numpy(), u.numpy())
     for_ranges(lambda a, b: cpu.tile_stats(*head, *tail, a, b), rows, _WORK * logits.numel())
     _record("tile_stats")
@@ -34,7 +54,15 @@ def tile_stats(
 
 @tile_stats.register_fake
 def _(
-    logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool
+    logits: Tensor,
+    temperature: Tensor,
+    first_id: int,
+    vocab_size: int,
+    vocab_tile: int,
+    entropy: bool,
+    threshold: Tensor | None = None,
+    last_id: Tensor | None = None,
+    goal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, tiles = logits.shape[0], -(-logits.shape[1] // vocab_tile)
     s = logits.new_empty((rows, tiles), dtype=torch.int64)
@@ -95,10 +123,13 @@ def grad_logits(
     dentropy: Tensor,
     first_id: int,
     vocab_size: int,
+    threshold: Tensor | None = None,
+    last_id: Tensor | None = None,
 ) -> Tensor:
     """Gradient by the logits of ids from ``first_id``, fp32 [T, C]; ``dentropy`` is empty where there is none."""
     out = torch.empty(logits.shape, dtype=torch.float32)
-    head = (as_array(logits), as_array(temperature), as_array(state), as_array(targets), as_array(dlogp))
+    kept = support_arrays(threshold, last_id)
+    head = (as_array(logits), as_array(temperature), *kept, as_array(state), as_array(targets), as_array(dlogp))
     tail = (as_array(dentropy), len(dentropy) > 0, first_id, vocab_size, out.numpy())
     for_ranges(lambda a, b: cpu.grad_logits(*head, *tail, a, b), len(logits), _WORK * out.numel())
     _record("grad_logits")
@@ -115,5 +146,29 @@ def _(
     dentropy: Tensor,
     first_id: int,
     vocab_size: int,
+    threshold: Tensor | None = None,
+    last_id: Tensor | None = None,
 ) -> Tensor:
     return logits.new_empty(logits.shape)
+
+
+@torch.library.custom_op("rl_logprob::support", mutates_args=(), device_types="cpu")
+def support(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """logits fp32 [T, >=vocab_size], top_k int64, top_p and min_p fp64 [T] -> threshold fp32, last_id int64 [T]."""
+    out = torch.empty(len(logits), dtype=torch.float32), torch.empty(len(logits), dtype=torch.int64)
+    head = tuple(as_array(a) for a in (logits, temperature, top_k, top_p, min_p))
+    tail = tuple(a.numpy() for a in out)
+    work = _WORK * len(logits) * vocab_size
+    for_ranges(lambda a, b: cpu_support.support(*head, vocab_size, *tail, a, b), len(logits), work)
+    _record("support")
+    return out
+
+
+@support.register_fake
+def _(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return logits.new_empty(rows), logits.new_empty(rows, dtype=torch.int64)

@@ -13,14 +13,18 @@ def _columns(logits: Tensor) -> Tensor:
 
 @ops.tile_stats.register_kernel("cuda")
 def _tile_stats(
-    logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor, first_id: int, vocab_size: int, vocab_tile: int, entropy: bool,
+    threshold: Tensor | None = None, last_id: Tensor | None = None, goal: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     k = gpu.ready(logits)
     gpu.check_tile(vocab_tile)
     columns = max(0, min(logits.shape[1], vocab_size - first_id))
     m, s, u = k.scores.new_stats(len(logits), -(-columns // GPU_TILE), entropy, logits.device)
     if m.numel():
-        k.scores.tile_stats(_columns(logits), temperature, columns, (m, s, u), 0)
+        kept = None
+        if threshold is not None and last_id is not None and goal is not None:
+            kept = (threshold.contiguous(), last_id - first_id, goal - first_id)
+        k.scores.tile_stats(_columns(logits), temperature, columns, (m, s, u), 0, kept)
     gpu.record("triton_scores.tile_stats")
     return m.t(), s.t(), u.t()
 
@@ -54,23 +58,37 @@ def _full(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) -
 @ops.grad_logits.register_kernel("cuda")
 def _grad_logits(
     logits: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor, dentropy: Tensor, first_id: int,
-    vocab_size: int,
+    vocab_size: int, threshold: Tensor | None = None, last_id: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     k = gpu.ready(logits)
     gpu.record("triton_scores.grad_logits")
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if out.numel():
         real = max(0, min(logits.shape[1], vocab_size - first_id))
-        k.scores.grad_logits(_columns(logits), temperature, state, targets, dlogp, dentropy, first_id, real, out)
+        kept = None if threshold is None or last_id is None else (threshold.contiguous(), last_id.contiguous())
+        k.scores.grad_logits(_columns(logits), temperature, state, targets, dlogp, dentropy, first_id, real, out, kept)
     return out
 
 
 @sampling.sample_op.register_kernel("cuda")
 def _sample(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool
-) -> Tensor:
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool,
+    threshold: Tensor | None = None, last_id: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     k = gpu.ready(logits)
     gpu.record("triton_sample.gumbel_sample", "greedy" if greedy else "gumbel")
     if not len(logits):
         return seeds.new_empty(0)
-    return k.sample.sample(_columns(logits), seeds, positions, temperature, vocab_size, greedy)
+    kept = None if threshold is None or last_id is None else (threshold, last_id)
+    return k.sample.sample(_columns(logits), seeds, positions, temperature, vocab_size, greedy, kept)
+
+
+@ops.support.register_kernel("cuda")
+def _support(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    k = gpu.ready(logits)
+    gpu.record("triton_support.support")
+    if not len(logits):
+        return logits.new_empty(0), top_k.new_empty(0)
+    return k.support.support(_columns(logits), temperature, top_k, top_p, min_p, vocab_size)

@@ -18,6 +18,8 @@ OPERATIONS = ("stats", "gradient")
 # kernel
 MATERIALISED = "materialised"
 ANY = 2**62
+# rows of the largest block of logits: gradients of several blocks of ids lie whole blocks of rows apart
+MAX_BLOCK_M = 256
 FORBIDDEN = (
     "stat_tile", "vocab_tile", "grad_block", "token_block", "fixed_point_bits", "merge_bits", "split_k", "kpack",
     "matrix_instr_nonkdim", "input_precision", "allow_tf32", "max_num_imprecise_acc", "enable_fp_fusion",
@@ -47,8 +49,8 @@ class Kernel:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 problems.append(f"{name}={value!r}, supported: powers of two")
-        if not problems and (self.block_m < 16 or self.block_k < 16 or self.block_n < 128):
-            problems.append("a block holds at least 16 rows, 16 k and one tile of 128 ids")
+        if not problems and (not 16 <= self.block_m <= MAX_BLOCK_M or self.block_k < 16 or self.block_n < 128):
+            problems.append(f"a block holds 16 to {MAX_BLOCK_M} rows, at least 16 k and one tile of 128 ids")
         if self.stages < 1 or self.group_m < 1 or self.per_sm < 1:
             problems.append("stages, group_m and per_sm start at 1")
         if problems:

@@ -19,6 +19,9 @@ from rl_contract.jit import kernel
 from rl_contract.primitives import log_f64
 from rl_contract.threads import for_ranges
 from rl_logprob.checks import check_logits, check_vocab, row_temperature
+from rl_logprob.cpu import dropped
+from rl_logprob.ops import support_arrays
+from rl_logprob.support import Support, masked_logits
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -51,7 +54,7 @@ def _noise_bound(r: int) -> float:
 
 
 @kernel
-def _gumbel(logits, seeds, positions, temperature, vocab_size, greedy, out, first, last):
+def _gumbel(logits, seeds, positions, temperature, threshold, last_id, vocab_size, greedy, out, first, last):
     for t in range(first, last):
         key = _mix(_mix(np.uint64(seeds[t]) + _GOLDEN) + (np.uint64(positions[t]) + _ONE) * _GOLDEN)
         best = -np.inf
@@ -63,6 +66,8 @@ def _gumbel(logits, seeds, positions, temperature, vocab_size, greedy, out, firs
             if not x < np.inf:
                 choice = -1
                 break
+            if len(threshold) > 0 and dropped(x, i, threshold[t], last_id[t]):
+                continue
             value = np.float64(x)
             if not greedy:
                 r = _mix(key + (np.uint64(i) + _ONE) * _GOLDEN) >> _S12
@@ -78,10 +83,17 @@ def _gumbel(logits, seeds, positions, temperature, vocab_size, greedy, out, firs
 
 @torch.library.custom_op("rl_logprob::gumbel_sample", mutates_args=(), device_types="cpu")
 def sample_op(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    vocab_size: int,
+    greedy: bool,
+    threshold: Tensor | None = None,
+    last_id: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int64)
-    head = tuple(as_array(a) for a in (logits, seeds, positions, temperature))
+    head = tuple(as_array(a) for a in (logits, seeds, positions, temperature)) + support_arrays(threshold, last_id)
     work = 10.0 * len(logits) * vocab_size
     for_ranges(lambda a, b: _gumbel(*head, vocab_size, greedy, out.numpy(), a, b), len(logits), work)
     record_launch(Launch("logprob", "rl_logprob.cpu.gumbel_sample", "greedy" if greedy else "gumbel"))
@@ -89,13 +101,23 @@ def sample_op(
 
 
 @sample_op.register_fake
-def _(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool) -> Tensor:
+def _(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    vocab_size: int,
+    greedy: bool,
+    threshold: Tensor | None = None,
+    last_id: Tensor | None = None,
+) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
 
 def _sample(
-    logits: Tensor, seeds: Tensor, positions: Tensor, vocab_size: int, temperature: float | Tensor, greedy: bool
-) -> Tensor:
+    logits: Tensor, seeds: Tensor, positions: Tensor, vocab_size: int, temperature: float | Tensor, greedy: bool,
+    support: Support | None = None,
+) -> Tensor:  # fmt: skip
     check_vocab(vocab_size, 1)
     check_logits(logits, vocab_size)
     rows = len(logits)
@@ -104,7 +126,8 @@ def _sample(
             raise ContractError(f"{name} are {x.dtype} {tuple(x.shape)}; needs int64 [{rows}]")
     seeds, positions = seeds.to(logits.device), positions.to(logits.device)
     temp = row_temperature(temperature, rows, logits.device)
-    out = sample_op(logits, seeds, positions, temp, vocab_size, greedy)
+    logits, key = masked_logits(logits, support, vocab_size)
+    out = sample_op(logits, seeds, positions, temp, vocab_size, greedy, *key)
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         # nothing can be looked at here: such a row stays -1, which is no id
         return out
@@ -118,15 +141,22 @@ def _sample(
 
 
 def gumbel_sample(
-    logits: Tensor, seeds: Tensor, positions: Tensor, *, vocab_size: int, temperature: float | Tensor = 1.0
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    support: Support | None = None,
 ) -> Tensor:
-    """One id per row, distributed as ``softmax(logits / temperature)`` over ids 0..vocab_size-1.
+    """One id per row, distributed as ``softmax(logits / temperature)`` over ids 0..vocab_size-1, or over ``support``.
 
     Args:
         logits: fp32 [T, at least vocab_size].
         seeds: int64 [T], one per request; see ``request_seed``.
         positions: int64 [T], position of the sampled token in its own sequence.
         temperature: positive number, or fp32 [T]; 1.0 where the caller has divided already.
+        support: the kept ids of each row; see ``sampling_support``. The noise of an id stays what it was without.
 
     Returns:
         int64 [T]. A row's id depends on its own logits, seed and position only.
@@ -134,7 +164,7 @@ def gumbel_sample(
     Raises:
         ContractError: types, shapes, temperature, or a row with a NaN or +inf or without a finite logit.
     """
-    return _sample(logits, seeds, positions, vocab_size, temperature, greedy=False)
+    return _sample(logits, seeds, positions, vocab_size, temperature, greedy=False, support=support)
 
 
 def greedy_sample(logits: Tensor, *, vocab_size: int) -> Tensor:

@@ -15,13 +15,15 @@ from rl_logprob.checks import (
     refuse_rows,
     row_temperature,
 )
+from rl_logprob.support import Support, masked_logits
 
 Nonfinite = Literal["raise", "nan"]
 
 
 def _state(
-    logits: Tensor, vocab_size: int, temperature: float | Tensor, vocab_tile: int, entropy: bool, nonfinite: Nonfinite
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, vocab_size: int, temperature: float | Tensor, vocab_tile: int, entropy: bool, nonfinite: Nonfinite,
+    support: Support | None = None, goal: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Checked and contiguous logits, fp32 temperature [T], state fp64 [T, 3]."""
     check_vocab(vocab_size, vocab_tile)
     check_logits(logits, vocab_size)
@@ -29,7 +31,8 @@ def _state(
         raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
     temp = row_temperature(temperature, len(logits), logits.device)
     logits = logits.detach() if logits.is_cuda else logits.detach().contiguous()
-    state = ops.merge_tiles(*ops.tile_stats(logits, temp, 0, vocab_size, vocab_tile, entropy))
+    logits, key = masked_logits(logits, support, vocab_size, goal)
+    state = ops.merge_tiles(*ops.tile_stats(logits, temp, 0, vocab_size, vocab_tile, entropy, *key, goal))
     if nonfinite == "raise":
         _refuse(state, temp)
     return logits, temp, state
@@ -53,6 +56,8 @@ def selected_logprob(
     vocab_tile: int = 512,
     return_entropy: Literal[False] = False,
     nonfinite: Nonfinite = "raise",
+    support: Support | None = None,
+    return_rescued: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def selected_logprob(
@@ -64,7 +69,10 @@ def selected_logprob(
     vocab_tile: int = 512,
     return_entropy: Literal[True],
     nonfinite: Nonfinite = "raise",
+    support: Support | None = None,
+    return_rescued: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
 def selected_logprob(
     logits: Tensor,
     targets: Tensor,
@@ -74,7 +82,21 @@ def selected_logprob(
     vocab_tile: int = 512,
     return_entropy: bool = False,
     nonfinite: Nonfinite = "raise",
-) -> Tensor | tuple[Tensor, Tensor]:
+    support: Support | None = None,
+    return_rescued: Literal[True],
+) -> tuple[Tensor, ...]: ...
+def selected_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float | Tensor = 1.0,
+    vocab_tile: int = 512,
+    return_entropy: bool = False,
+    nonfinite: Nonfinite = "raise",
+    support: Support | None = None,
+    return_rescued: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``log softmax(logits / temperature)[target]`` over ids 0..vocab_size-1; the bits of ``linear_logprob``.
 
     Args:
@@ -84,26 +106,45 @@ def selected_logprob(
         vocab_tile: ids per tile; belongs to the contract.
         return_entropy: also return the entropy of each row, in nats.
         nonfinite: ``"raise"``, or ``"nan"``: a row with a NaN or +inf, or without a finite logit, gets NaN.
+        support: the kept ids of each row, over which probabilities are renormalised; see ``sampling_support``. A target
+            outside is kept all the same.
+        return_rescued: also return which rows' targets were outside their support, bool [T].
 
     Returns:
-        fp32 [T], nats; or (that, entropy fp32 [T]). No gradient flows; a trainer uses ``linear_logprob``.
+        fp32 [T], nats; or a tuple of that, entropy fp32 [T] if asked for, rescued if asked for. No
+        gradient flows; a trainer uses ``linear_logprob``.
 
     Raises:
         ContractError: types, shapes, a target or a temperature out of range, or a nonfinite row.
         MissingSupport: a device without kernels.
     """
-    # a GPU is looked at once, when everything is under way
-    early: Nonfinite = "nan" if logits.is_cuda else nonfinite
-    logits, temp, state = _state(logits, vocab_size, temperature, vocab_tile, return_entropy, early)
     if nonfinite not in ("raise", "nan"):
         raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
+    check_vocab(vocab_size, vocab_tile)
+    check_logits(logits, vocab_size)
     check_targets(targets, len(logits), vocab_size)
     targets = targets.to(logits.device, torch.int64)
+    # a GPU is looked at once, when everything is under way
+    early: Nonfinite = "nan" if logits.is_cuda else nonfinite
+    logits, temp, state = _state(
+        logits,
+        vocab_size,
+        temperature,
+        vocab_tile,
+        return_entropy,
+        early,
+        support,
+        None if support is None else targets,
+    )
     x = _target_logits(logits, targets, vocab_size)
-    logp = ops.selected(x / temp if temp.numel() else x, state)
+    x = x / temp if temp.numel() else x
+    logp = ops.selected(x, state)
     if logits.is_cuda and nonfinite == "raise":
         refuse_rows(logp, state, targets, temp, vocab_size)
-    return (logp, state[:, 2].float()) if return_entropy else logp
+    found: tuple[Tensor, ...] = (logp, state[:, 2].float()) if return_entropy else (logp,)
+    if return_rescued:
+        found += (torch.zeros_like(targets, dtype=torch.bool) if support is None else support.outside(x, targets),)
+    return found if len(found) > 1 else logp
 
 
 def _target_logits(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:

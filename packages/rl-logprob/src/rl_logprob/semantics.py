@@ -87,7 +87,7 @@ class SamplingSemantics:
                 "could agree while tokens come from another distribution"
             )
         if self.top_p != 1:
-            found.append(f"top_p={self.top_p}; supported: 1.0, since kept ids are renormalised and not replayed")
+            found.append(f"top_p={self.top_p}; supported: 1.0, since no support is stored for the trainer to replay")
         if self.top_k != 0:
             found.append(f"top_k={self.top_k}; supported: off (0 or -1), for the same reason")
         if self.min_p != 0:

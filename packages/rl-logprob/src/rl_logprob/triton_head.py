@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_logprob.plans import Kernel
-from rl_logprob.triton_tiles import logit_gradient, row_temperature, scaled, tile_sums
+from rl_logprob.triton_tiles import load_support, logit_gradient, row_temperature, scaled, supported, tile_sums
 
 _HIP = torch.version.hip is not None
 # on CDNA these two would permute or regroup K, so they are pinned here and are no field of a plan
@@ -34,14 +34,18 @@ def _tile_origin(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _stats_of_block(
-    acc, temperature, m, s, u, row, column, M, N, first_tile, stride_tile,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr,
+    acc, temperature, threshold, last_id, goal, m, s, u, row, column, M, N, first_tile, stride_tile,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, SUPPORT: tl.constexpr,
 ):  # fmt: skip
     """Statistics of BLOCK_N // 128 tiles of acc [BLOCK_M, BLOCK_N] into m, s, u [tiles, T]."""
     rows = row + tl.arange(0, BLOCK_M)
     row_mask = rows < M
     columns = column + tl.arange(0, BLOCK_N)
     x = scaled(acc, row_temperature(temperature, rows, row_mask, UNIT)[:, None], UNIT)
+    if SUPPORT:
+        least, last, own = load_support(threshold, last_id, goal, rows, row_mask)
+        ids = first_tile * 128 + columns
+        x = supported(x, ids[None, :], least[:, None], last[:, None], own[:, None])
     x = tl.where((columns < N)[None, :], x, float("-inf"))
     if BLOCK_N == 128:
         top, total, weighted = tile_sums(x, 1, ENTROPY)
@@ -62,21 +66,21 @@ def _stats_of_block(
 
 @triton.jit
 def _gradient_of_block(
-    acc, temperature, state, targets, dlogp, dentropy, out, row, column, M, N, first_id, stride_om,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
+    acc, temperature, threshold, last_id, state, targets, dlogp, dentropy, out, row, column, M, N, first_id, stride_om,
+    stride_block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, UNIT: tl.constexpr,
+    ENTROPY: tl.constexpr, SUPPORT: tl.constexpr, GROUP_N: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """Rounded gradient of acc [BLOCK_M, BLOCK_N] into ``out``, a slice of columns at a time to hold fewer values."""
     if SLICES > 1:
         HALF: tl.constexpr = BLOCK_N // 2
         low, high = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         _gradient_of_block(
-            low, temperature, state, targets, dlogp, dentropy, out, row, column, M, N, first_id, stride_om,
-            BLOCK_M, HALF, SLICES // 2, UNIT, ENTROPY, DESCRIPTOR,
+            low, temperature, threshold, last_id, state, targets, dlogp, dentropy, out, row, column, M, N,
+            first_id, stride_om, stride_block, BLOCK_M, HALF, SLICES // 2, UNIT, ENTROPY, SUPPORT, GROUP_N, DESCRIPTOR,
         )  # fmt: skip
         _gradient_of_block(
-            high, temperature, state, targets, dlogp, dentropy, out, row, column + HALF, M, N, first_id, stride_om,
-            BLOCK_M, HALF, SLICES // 2, UNIT, ENTROPY, DESCRIPTOR,
+            high, temperature, threshold, last_id, state, targets, dlogp, dentropy, out, row, column + HALF, M, N,
+            first_id, stride_om, stride_block, BLOCK_M, HALF, SLICES // 2, UNIT, ENTROPY, SUPPORT, GROUP_N, DESCRIPTOR,
         )  # fmt: skip
     else:
         rows = row + tl.arange(0, BLOCK_M)
@@ -92,39 +96,54 @@ def _gradient_of_block(
         if ENTROPY:
             entropy = tl.load(state + rows * 3 + 2, mask=row_mask, other=0.0).to(tl.float32)
             h = tl.load(dentropy + rows, mask=row_mask, other=0.0)
+        x = scaled(acc, temp, UNIT)
+        if SUPPORT:
+            last = (tl.load(last_id + rows, mask=row_mask, other=0) - first_id).to(tl.int32)
+            least = tl.load(threshold + rows, mask=row_mask, other=0.0)
+            x = supported(x, columns[None, :], least[:, None], last[:, None], target[:, None])
         value = logit_gradient(
-            scaled(acc, temp, UNIT), top[:, None], log_total[:, None], entropy[:, None], g[:, None], h[:, None],
+            x, top[:, None], log_total[:, None], entropy[:, None], g[:, None], h[:, None],
             columns[None, :] == target[:, None], temp, ENTROPY, UNIT,
         )  # fmt: skip
+        if SUPPORT:
+            value = tl.where(x != float("-inf"), value, 0.0)
+        # a group of blocks of ids lies block by block, each with stride_block rows
+        down, right = 0, column
+        if GROUP_N:
+            down, right = column // GROUP_N * stride_block, column % GROUP_N
         if DESCRIPTOR:
-            out.store([row, column], value.to(tl.bfloat16))
+            out.store([down + row, right], value.to(tl.bfloat16))
         else:
-            ptrs = out + rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
+            at = right + tl.arange(0, BLOCK_N)
+            ptrs = out + (down + rows).to(tl.int64)[:, None] * stride_om + at[None, :]
             tl.store(ptrs, value.to(out.dtype.element_ty), mask=row_mask[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
 def _finish_block(
-    acc, temperature, state, targets, dlogp, dentropy, m, s, u, out, row, column, M, N, first, stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr,
-    GRADIENT: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    acc, temperature, threshold, last_id, state, targets, dlogp, dentropy, m, s, u, out, row, column, M, N, first,
+    stride, stride_block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, UNIT: tl.constexpr,
+    ENTROPY: tl.constexpr, SUPPORT: tl.constexpr, GRADIENT: tl.constexpr, GROUP_N: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     if GRADIENT:
         _gradient_of_block(
-            acc, temperature, state, targets, dlogp, dentropy, out, row, column, M, N, first, stride,
-            BLOCK_M, BLOCK_N, SLICES, UNIT, ENTROPY, DESCRIPTOR,
+            acc, temperature, threshold, last_id, state, targets, dlogp, dentropy, out, row, column, M, N, first,
+            stride, stride_block, BLOCK_M, BLOCK_N, SLICES, UNIT, ENTROPY, SUPPORT, GROUP_N, DESCRIPTOR,
         )  # fmt: skip
     else:
         _stats_of_block(
-            acc, temperature, m, s, u, row, column, M, N, first, stride, BLOCK_M, BLOCK_N, UNIT, ENTROPY
+            acc, temperature, threshold, last_id, targets, m, s, u, row, column, M, N, first, stride,
+            BLOCK_M, BLOCK_N, UNIT, ENTROPY, SUPPORT,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "first", "stride"])
+@triton.jit(do_not_specialize=["M", "first", "stride", "stride_block"])
 def head_tma_kernel(
-    a_desc, b_desc, temperature, state, targets, dlogp, dentropy, m, s, u, out, M, N, K, first, stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SLICES: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr,
+    a_desc, b_desc, temperature, threshold, last_id, state, targets, dlogp, dentropy, m, s, u, out, M, N, K, first,
+    stride, stride_block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SLICES: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, SUPPORT: tl.constexpr, GRADIENT: tl.constexpr,
+    GROUP_N: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs over blocks of logits, operands through the tensor copy engine."""
     program = tl.program_id(0)
@@ -147,17 +166,18 @@ def head_tma_kernel(
         acc = tl.dot(a_desc.load([row, step * BLOCK_K]), b_desc.load([column, step * BLOCK_K]).T, acc)
         if step == steps - 1:
             _finish_block(
-                acc, temperature, state, targets, dlogp, dentropy, m, s, u, out, row, column, M, N, first, stride,
-                BLOCK_M, BLOCK_N, SLICES, UNIT, ENTROPY, GRADIENT, True,
+                acc, temperature, threshold, last_id, state, targets, dlogp, dentropy, m, s, u, out, row, column, M, N,
+                first, stride, stride_block, BLOCK_M, BLOCK_N, SLICES, UNIT, ENTROPY, SUPPORT, GRADIENT, GROUP_N, True,
             )  # fmt: skip
             acc = tl.zeros_like(acc)
 
 
-@triton.jit(do_not_specialize=["M", "first", "stride"])
+@triton.jit(do_not_specialize=["M", "first", "stride", "stride_block"])
 def head_pointer_kernel(
-    a, b, temperature, state, targets, dlogp, dentropy, m, s, u, out, M, N, K, first, stride, stride_am, stride_bn,
+    a, b, temperature, threshold, last_id, state, targets, dlogp, dentropy, m, s, u, out, M, N, K, first, stride,
+    stride_block, stride_am, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-    UNIT: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr,
+    UNIT: tl.constexpr, ENTROPY: tl.constexpr, SUPPORT: tl.constexpr, GRADIENT: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     """One program per block of logits, operands through pointers."""
     tile_m, tile_n = _tile_origin(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
@@ -179,8 +199,8 @@ def head_pointer_kernel(
             b_tile = tl.load(b_ptrs + k, mask=column_mask & left[:, None], other=0.0)
         acc = tl.dot(a_tile, b_tile, acc)
     _finish_block(
-        acc, temperature, state, targets, dlogp, dentropy, m, s, u, out, row, column, M, N, first, stride,
-        BLOCK_M, BLOCK_N, 1, UNIT, ENTROPY, GRADIENT, False,
+        acc, temperature, threshold, last_id, state, targets, dlogp, dentropy, m, s, u, out, row, column, M, N, first,
+        stride, stride_block, BLOCK_M, BLOCK_N, 1, UNIT, ENTROPY, SUPPORT, GRADIENT, GROUP_N, False,
     )  # fmt: skip
 
 
@@ -215,11 +235,11 @@ def target_logit_kernel(
 def launch(
     kernel: Kernel, hidden: Tensor, weight: Tensor, temperature: Tensor, first: int, processors: int, *,
     stats: tuple[Tensor, Tensor, Tensor] | None = None, gradient: dict[str, Tensor] | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, kept: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """hidden [T, K], weight [N, K], rows contiguous. Either ``stats`` m, s, u [tiles, T] are filled from tile ``first``
-    on, or ``out`` [T, N] gets the gradient by the logits of ids from ``first``, with state, targets, dlogp and dentropy
-    in ``gradient``.
+    on, or ``out`` gets the gradient by the logits of ids from ``first``, with state, targets, dlogp and dentropy
+    in ``gradient``. ``kept``: threshold fp32, last id and goal int64 [T] of a support, ids counted as ``first`` counts.
     """
     (tokens, k), n = hidden.shape, weight.shape[0]
     m, s, u = stats or (hidden, hidden, hidden)
@@ -227,11 +247,20 @@ def launch(
     target = out if out is not None else hidden
     entropy = more["dentropy"].numel() > 0 if gradient else u.numel() > 0
     blocks = triton.cdiv(tokens, kernel.block_m) * triton.cdiv(n, kernel.block_n)
-    head = (temperature, more["state"], more["targets"], more["dlogp"], more["dentropy"], m, s, u, target)
-    tail = (tokens, n, k, first, (target if gradient else m).stride(0))
+    if kept is not None:
+        more = {**more, "targets": kept[2]}
+    limits = kept[:2] if kept is not None else (temperature, temperature)
+    head = (temperature, *limits, more["state"], more["targets"], more["dlogp"], more["dentropy"], m, s, u, target)
+    # out may be a group of blocks of ids [blocks, at least T in whole block_m, ids a block]
+    grouped = target.dim() == 3
+    stride_block, group_n = (target.shape[1], target.shape[2]) if grouped else (0, 0)
+    target = target.view(-1, group_n) if grouped else target
+    head = (*head[:-1], target)
+    tail = (tokens, n, k, first, (target if gradient else m).stride(0), stride_block)
     flags: dict[str, Any] = {
         "BLOCK_M": kernel.block_m, "BLOCK_N": kernel.block_n, "BLOCK_K": kernel.block_k, "GROUP_M": kernel.group_m,
         "UNIT": temperature.numel() == 0, "ENTROPY": entropy, "GRADIENT": gradient is not None,
+        "SUPPORT": kept is not None, "GROUP_N": group_n,
         "num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False, **_PINNED,
     }  # fmt: skip
     if kernel.kind == "tma":

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_logprob.triton_tiles import log_f64, row_temperature, scaled
+from rl_logprob.triton_tiles import log_f64, row_temperature, scaled, supported
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -35,8 +35,8 @@ def _best_of(value, ids, at_least):
 
 @triton.jit
 def sample_kernel(
-    logits, seeds, positions, temperature, values, ids_out, V, per_program, stride,
-    GREEDY: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, seeds, positions, temperature, threshold, last_id, values, ids_out, V, per_program, stride,
+    GREEDY: tl.constexpr, UNIT: tl.constexpr, SUPPORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (part, row): best of ids part * per_program onwards -> values fp64, ids_out int64 [parts, T]; id -1 and
     +inf for a row with a NaN or +inf, id 0x7FFFFFFF and -inf where there is nothing above -inf.
@@ -48,6 +48,8 @@ def sample_kernel(
     seed = tl.load(seeds + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     key = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+    if SUPPORT:
+        least, last = tl.load(threshold + row), tl.load(last_id + row).to(tl.int32)
     best = tl.full((), float("-inf"), tl.float64)
     choice = tl.full((), 0x7FFFFFFF, tl.int32)
     bad = tl.full((), 0, tl.int32)
@@ -57,6 +59,8 @@ def sample_kernel(
         x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=mask, other=float("-inf"))
         x = scaled(x, temp, UNIT)
         bad = tl.maximum(bad, tl.max(tl.where(x < float("inf"), 0, 1), 0))
+        if SUPPORT:
+            x = supported(x, ids, least, last, -1)
         value = x.to(tl.float64)
         if GREEDY:
             top, found, better = _best_of(value, ids, best)
@@ -79,9 +83,12 @@ def sample_kernel(
 
 
 def sample(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool
-) -> Tensor:
-    """logits fp32 [T, >= V] -> int64 [T]; -1 for a row with a NaN or +inf or nothing above -inf."""
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, vocab_size: int, greedy: bool,
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """logits fp32 [T, >= V] -> int64 [T], of ids in ``kept``: threshold fp32, last id int64 [T]; -1 for a row with
+    a NaN or +inf or nothing above -inf.
+    """
     rows, block = len(logits), 1024
     # parts fill the processors when rows are few
     parts = max(1, min(triton.cdiv(vocab_size, block), 1024 // max(rows, 1)))
@@ -90,8 +97,9 @@ def sample(
     values = torch.empty((parts, rows), dtype=torch.float64, device=logits.device)
     ids = torch.empty((parts, rows), dtype=torch.int64, device=logits.device)
     sample_kernel[(parts, rows)](
-        logits, seeds, positions, temperature, values, ids, vocab_size, per_program, logits.stride(0),
-        GREEDY=greedy, UNIT=temperature.numel() == 0, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        logits, seeds, positions, temperature, *(kept or (temperature,) * 2), values, ids, vocab_size, per_program,
+        logits.stride(0), GREEDY=greedy, UNIT=temperature.numel() == 0, SUPPORT=kept is not None, BLOCK=block,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     best = values.amax(0)
     found = torch.where(values == best, ids, 0x7FFFFFFF).amin(0)

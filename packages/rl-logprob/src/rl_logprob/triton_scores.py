@@ -15,12 +15,15 @@ from rl_logprob.triton_tiles import (
     below,
     exp2_f64,
     exp_f32,
+    load_support,
     log_f64,
     logit_gradient,
     maximum_along,
     row_temperature,
     scaled,
+    supported,
     term_parts,
+    weighted_term,
     whole_sum,
 )
 
@@ -29,12 +32,18 @@ _ROWS, _TILES = 16, 128
 
 
 @triton.jit
-def _quarter(logits, rows, row_mask, column, C, stride, temperature, UNIT: tl.constexpr):
-    """32 columns of x for each row, -inf beyond C."""
+def _quarter(
+    logits, rows, row_mask, column, C, stride, temperature, first_id, threshold, last_id, goal, UNIT: tl.constexpr,
+    SUPPORT: tl.constexpr,
+):  # fmt: skip
+    """32 columns of x for each row, -inf beyond C and outside the support."""
     columns = column + tl.arange(0, 32)
     ptrs = logits + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     x = tl.load(ptrs, mask=row_mask[:, None] & (columns < C)[None, :], other=float("-inf"))
-    return scaled(x, temperature, UNIT)
+    x = scaled(x, temperature, UNIT)
+    if SUPPORT:
+        x = supported(x, (first_id + columns)[None, :], threshold[:, None], last_id[:, None], goal[:, None])
+    return x
 
 
 @triton.jit
@@ -43,7 +52,7 @@ def _parts(x, top, ENTROPY: tl.constexpr):
     e = exp_f32(d)
     high, low = term_parts(e)
     if ENTROPY:
-        more_high, more_low = term_parts(e * -d)
+        more_high, more_low = term_parts(weighted_term(e, d))
     else:
         more_high, more_low = high, low
     return high, low, more_high, more_low
@@ -51,8 +60,8 @@ def _parts(x, top, ENTROPY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "first_tile"])
 def tile_stats_kernel(
-    logits, temperature, m, s, u, T, C, stride, first_tile, stride_tile,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr,
+    logits, temperature, threshold, last_id, goal, m, s, u, T, C, stride, first_tile, stride_tile,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, SUPPORT: tl.constexpr,
 ):  # fmt: skip
     """One program per 128 ids of ROWS rows. Four loads of 32 ids, so that a row's sums need few exchanges between
     lanes.
@@ -62,10 +71,14 @@ def tile_stats_kernel(
     tile = tl.program_id(0)
     column = tile * 128
     temp = row_temperature(temperature, rows, row_mask, UNIT)[:, None]
-    x0 = _quarter(logits, rows, row_mask, column, C, stride, temp, UNIT)
-    x1 = _quarter(logits, rows, row_mask, column + 32, C, stride, temp, UNIT)
-    x2 = _quarter(logits, rows, row_mask, column + 64, C, stride, temp, UNIT)
-    x3 = _quarter(logits, rows, row_mask, column + 96, C, stride, temp, UNIT)
+    least, last, own = temp, rows, rows
+    if SUPPORT:
+        least, last, own = load_support(threshold, last_id, goal, rows, row_mask)
+    id0 = first_tile * 128
+    x0 = _quarter(logits, rows, row_mask, column, C, stride, temp, id0, least, last, own, UNIT, SUPPORT)
+    x1 = _quarter(logits, rows, row_mask, column + 32, C, stride, temp, id0, least, last, own, UNIT, SUPPORT)
+    x2 = _quarter(logits, rows, row_mask, column + 64, C, stride, temp, id0, least, last, own, UNIT, SUPPORT)
+    x3 = _quarter(logits, rows, row_mask, column + 96, C, stride, temp, id0, least, last, own, UNIT, SUPPORT)
     low_half = tl.maximum(x0, x1, propagate_nan=tl.PropagateNan.ALL)
     high_half = tl.maximum(x2, x3, propagate_nan=tl.PropagateNan.ALL)
     top = maximum_along(tl.maximum(low_half, high_half, propagate_nan=tl.PropagateNan.ALL), 1)
@@ -117,7 +130,7 @@ def _rows_sums(
         part = tile_sum.to(tl.float64) * 9.094947017729282e-13
         total += tl.sum((part * w * 4398046511104.0 + 0.5).to(tl.int64), 0)
         if ENTROPY:
-            inside = tl.load(u + at, mask=mask, other=0).to(tl.float64) * 9.094947017729282e-13
+            inside = tl.load(u + at, mask=mask & (tile_sum > 0), other=0).to(tl.float64) * 9.094947017729282e-13
             weighted += tl.sum(((inside - part * d) * w * 4398046511104.0 + 0.5).to(tl.int64), 0)
     return total, weighted
 
@@ -208,10 +221,10 @@ def full_kernel(logits, temperature, state, out, V, stride, UNIT: tl.constexpr, 
 
 @triton.jit
 def grad_logits_kernel(
-    logits, temperature, state, targets, dlogp, dentropy, out, C, real, stride, stride_out, first_id,
-    UNIT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, temperature, threshold, last_id, state, targets, dlogp, dentropy, out, C, real, stride, stride_out,
+    first_id, UNIT: tl.constexpr, ENTROPY: tl.constexpr, SUPPORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``triton_head`` from logits in memory; 0 for ids from ``real`` on."""
+    """The gradient of ``triton_head`` from logits in memory; 0 for ids from ``real`` on, and where x is -inf."""
     row = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < C
@@ -223,9 +236,13 @@ def grad_logits_kernel(
     if ENTROPY:
         entropy = tl.load(state + row * 3 + 2).to(tl.float32)
         h = tl.load(dentropy + row)
-    hit = columns == tl.load(targets + row) - first_id
+    target = (tl.load(targets + row) - first_id).to(tl.int32)
+    if SUPPORT:
+        last = (tl.load(last_id + row) - first_id).to(tl.int32)
+        x = supported(x, columns, tl.load(threshold + row), last, target)
+    hit = columns == target
     value = logit_gradient(x, top, log_total, entropy, tl.load(dlogp + row), h, hit, temp, ENTROPY, UNIT)
-    value = tl.where(columns < real, value, 0.0)
+    value = tl.where((columns < real) & (x != float("-inf")), value, 0.0)
     tl.store(out + row.to(tl.int64) * stride_out + columns, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -237,14 +254,19 @@ def new_stats(rows: int, tiles: int, entropy: bool, device: torch.device) -> tup
 
 
 def tile_stats(
-    logits: Tensor, temperature: Tensor, columns: int, stats: tuple[Tensor, Tensor, Tensor], first_tile: int
-) -> None:
-    """logits fp32 [T, C], of which the first ``columns`` are ids -> m, s, u [tiles, T] from ``first_tile`` on."""
+    logits: Tensor, temperature: Tensor, columns: int, stats: tuple[Tensor, Tensor, Tensor], first_tile: int,
+    kept: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """logits fp32 [T, C], of which the first ``columns`` are ids -> m, s, u [tiles, T] from ``first_tile`` on.
+
+    ``kept``: threshold fp32, last id and goal int64 [T], ids counted as tiles are.
+    """
     m, s, u = stats
     rows = 16 if len(logits) >= 16 else 4
     tile_stats_kernel[(triton.cdiv(columns, STAT_TILE), triton.cdiv(len(logits), rows))](
-        logits, temperature, m, s, u, len(logits), columns, logits.stride(0), first_tile, m.stride(0),
-        ROWS=rows, UNIT=temperature.numel() == 0, ENTROPY=u.numel() > 0, num_warps=rows // 4, enable_fp_fusion=False,
+        logits, temperature, *(kept or (temperature,) * 3), m, s, u, len(logits), columns, logits.stride(0), first_tile,
+        m.stride(0), ROWS=rows, UNIT=temperature.numel() == 0, ENTROPY=u.numel() > 0, SUPPORT=kept is not None,
+        num_warps=rows // 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -310,12 +332,12 @@ def full(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) ->
 
 def grad_logits(
     logits: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor, dentropy: Tensor, first_id: int,
-    real: int, out: Tensor,
+    real: int, out: Tensor, kept: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fills out [T, C]; ids from ``real`` columns on get 0."""
+    """Fills out [T, C]; ids from ``real`` columns on get 0. ``kept``: threshold fp32 and last id int64 [T]."""
     grad_logits_kernel[(triton.cdiv(logits.shape[1], 1024), len(logits))](
-        logits, temperature, state, targets, dlogp, dentropy, out, logits.shape[1], real, logits.stride(0),
-        out.stride(0),
-        first_id, UNIT=temperature.numel() == 0, ENTROPY=dentropy.numel() > 0, BLOCK=1024, num_warps=4,
+        logits, temperature, *(kept or (temperature,) * 2), state, targets, dlogp, dentropy, out, logits.shape[1], real,
+        logits.stride(0), out.stride(0), first_id,
+        UNIT=temperature.numel() == 0, ENTROPY=dentropy.numel() > 0, SUPPORT=kept is not None, BLOCK=1024, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -135,6 +135,27 @@ def below(x, top):
 
 
 @triton.jit
+def supported(x, ids, threshold, last_id, goal):
+    """-inf for ids outside a row's support, but for its goal; a NaN or +inf stays, so that it shows."""
+    outside = (x < threshold) | ((x == threshold) & (ids > last_id))
+    return tl.where(outside & (ids != goal), float("-inf"), x)
+
+
+@triton.jit
+def load_support(threshold, last_id, goal, rows, row_mask):
+    """fp32, int32, int32 of each row."""
+    value = tl.load(threshold + rows, mask=row_mask, other=0.0)
+    last = tl.load(last_id + rows, mask=row_mask, other=0).to(tl.int32)
+    return value, last, tl.load(goal + rows, mask=row_mask, other=-1).to(tl.int32)
+
+
+@triton.jit
+def weighted_term(e, d):
+    """exp * (m - x), 0 where d is at its floor: such an id takes no part."""
+    return tl.where(d > -30.0, e * -d, 0.0)
+
+
+@triton.jit
 def tile_sums(x, axis: tl.constexpr, ENTROPY: tl.constexpr):
     """x fp32 of one tile along ``axis`` -> m fp32, s and u int64: maximum, sum of exp(x - m), sum of exp(x - m) * (m -
     x).
@@ -148,7 +169,7 @@ def tile_sums(x, axis: tl.constexpr, ENTROPY: tl.constexpr):
     s = whole_sum(tl.sum(high, axis), tl.sum(low, axis))
     u = s
     if ENTROPY:
-        high, low = term_parts(e * -d)
+        high, low = term_parts(weighted_term(e, d))
         u = whole_sum(tl.sum(high, axis), tl.sum(low, axis))
     return m, s, u
 
