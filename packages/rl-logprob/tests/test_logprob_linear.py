@@ -5,7 +5,7 @@ import torch
 
 import rl_gemm
 import rl_logprob as lp
-from rl_contract import ContractError, TokenShards, launches, reset_launches
+from rl_contract import ContractError, SingleRank, TokenShards, launches, reset_launches
 from rl_contract.testing import ThreadRank, on_ranks
 from rl_logprob import linear
 
@@ -257,19 +257,23 @@ def test_unequal_shards_are_refused_on_every_rank():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(world, main_grad):
+@pytest.mark.parametrize(("main_grad", "kept"), [(False, False), (True, False), (True, True)])
+def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(world, main_grad, kept):
     h, w, targets = make(131, 48, 1100, 64)
     grads = torch.randn(2, 131)
     held = torch.randn(w.shape)
     # ranks may hold different numbers of scored rows, or none
     places = torch.arange(131).tensor_split([0, 0, 77] if world == 4 else [77])
 
+    logits = rl_gemm.linear(h, w, out_dtype=torch.float32)
+    support = lp.sampling_support(logits, vocab_size=1100, top_k=70) if kept else None
+
     def gradients(mine, shards):
         x, weight = h[mine].requires_grad_(), w.clone().requires_grad_()
         if main_grad:
             weight.main_grad = held.clone()
         options = {"vocab_size": 1100, "vocab_tile": 64, "return_entropy": True, "tokens": shards}
+        options["support"] = support[mine] if kept else None
         logp, entropy = lp.linear_logprob(x, weight, targets[mine], **options)
         (logp * grads[0, mine] + entropy * grads[1, mine]).sum().backward()
         return x.grad, weight.main_grad if main_grad else weight.grad
@@ -279,6 +283,12 @@ def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(worl
     assert torch.equal(torch.cat([got[0] for got in ranks]), dh)
     assert all(torch.equal(got[1], dw) for got in ranks)
 
+    if kept:
+        listed = support.ids(logits, vocab_size=1100)
+        with pytest.raises(ContractError, match="list of ids beside tokens"):
+            lp.linear_logprob(
+                h, w, targets, vocab_size=1100, support=listed, tokens=TokenShards(SingleRank(), [torch.arange(131)])
+            )
     if not main_grad:
         joined = on_ranks(world, lambda comm: comm.all_reduce(gradients(places[comm.rank], None)[1]))
         assert not torch.equal(joined[0], dw)

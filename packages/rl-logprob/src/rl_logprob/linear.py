@@ -244,24 +244,26 @@ class _LinearLogprob(torch.autograd.Function):
         threshold, last_id = key_of(ctx.support)
         rows = [hidden, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous()]
         if ctx.tokens is None or not needs_weight:
-            grads = _gradients(ctx, weight, *rows, ctx.support, needs_hidden=needs_hidden, needs_weight=needs_weight)
+            grads = _gradients(
+                ctx, weight, *rows, support=ctx.support, needs_hidden=needs_hidden, needs_weight=needs_weight
+            )
             return *grads, *[None] * 12
         dhidden = None
         if needs_hidden:
-            dhidden = _gradients(ctx, weight, *rows, ctx.support, needs_hidden=True, needs_weight=False)[0]
+            dhidden = _gradients(ctx, weight, *rows, support=ctx.support, needs_hidden=True, needs_weight=False)[0]
         ctx.logits = None
         every = [ctx.tokens.gather(t) for t in rows[:-1]]
         every.append(ctx.tokens.gather(rows[-1]) if ctx.with_entropy else dentropy)
         support = None
         if threshold is not None and last_id is not None:
             support = SupportKey(ctx.tokens.gather(threshold), ctx.tokens.gather(last_id))
-        dweight = _gradients(ctx, weight, *every, support, needs_hidden=False, needs_weight=True)[1]
+        dweight = _gradients(ctx, weight, *every, support=support, needs_hidden=False, needs_weight=True)[1]
         return dhidden, dweight, *[None] * 12
 
 
 def _gradients(
     ctx: Any, weight: Tensor, hidden: Tensor, targets: Tensor, temperature: Tensor, state: Tensor, dlogp: Tensor,
-    dentropy: Tensor, support: Support | None, *, needs_hidden: bool, needs_weight: bool,
+    dentropy: Tensor, *, support: Support | None, needs_hidden: bool, needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of hidden and of weight from these rows."""
     comm, tile = ctx.comm, ctx.vocab_tile
