@@ -123,7 +123,11 @@ def test_fused_materialised_listed_kept_batch_and_tp_have_the_same_bits(monkeypa
 @pytest.mark.parametrize("tokens", [1, 77, 256, 1000])
 def test_blocks_of_ids_at_once_change_time_only(monkeypatch, tokens):
     h, w, targets = make(tokens, 4096, 20000, padded=lp.padded_vocab_size(20000))
+    reset_launches()
     want = step(h, w, targets, None)
+    assert "rl_logprob.triton_few" in {r["kernel"] for r in launches()}
+    monkeypatch.setattr(gpu, "FEW_TOKENS", 0)
+    assert all(same(a, b) for a, b in zip(step(h, w, targets, None), want))
     monkeypatch.setattr(gpu, "GRADIENT_ELEMENTS", 1)
     assert all(same(a, b) for a, b in zip(step(h, w, targets, None), want))
     monkeypatch.setattr(gpu, "_library_adds", lambda *a: False)
