@@ -15,6 +15,7 @@ import torch
 from benches import data
 
 HIDDEN = 4096
+METHOD = "Medians of 3 or 5 eager calls between device events, variants in turn; hidden size 4096"
 KEPT = "strict, logits kept"
 
 
