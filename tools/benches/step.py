@@ -19,7 +19,7 @@ from rl_parity.rundir import RunDirectory
 # settings that two runs of one arm each must share
 _SAME = (
     *("model", "device", "train", "rollout", "prompts", "batch", "group", "max_new_tokens", "max_model_len", "seed"),
-    *("eager", "token_budget", "weights", "sleep"),
+    *("eager", "attention", "token_budget", "weights", "sleep"),
 )
 ARMS = ("strict", "native")
 

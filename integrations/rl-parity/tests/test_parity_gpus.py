@@ -190,6 +190,22 @@ def test_options_of_gpus_are_refused_on_a_cpu(tmp_path):
     assert all(word in found for word in ("--gpus 0", "--placement split", "--sleep 2"))
 
 
+def test_the_certified_attention_library_is_looked_for_byte_for_byte(tmp_path, machine, monkeypatch):
+    machine(smi(1))
+    c = config(tmp_path, attention="nosplit", model="random:qwen3-0.6b", reward="even")
+    monkeypatch.setattr(preflight_cuda.sys, "path", [str(tmp_path)])
+    assert any("install vllm 0.24.0, or use segments" in v for v in preflight.check(c))
+    file = tmp_path / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"another build")
+    (found,) = [v for v in preflight.check(c) if "sha256" in v]
+    assert "certified is ebbbc6fe6a67d065" in found
+    assert preflight.profile(c, preflight.model_config(c)).settings.attention == "nosplit"
+    machine(smi(4))
+    found = preflight.check(dataclasses.replace(c, train=TrainLayout(cp=2)))
+    assert any("cp=2 with attention='nosplit'" in v for v in found)
+
+
 def test_a_machine_without_a_driver_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert any("nvidia-smi lists no GPU" in v for v in preflight.check(config(tmp_path)))

@@ -118,6 +118,8 @@ class ModelConfig:
             return [f"tp={tp}, supported: a power of two; use one that divides the heads"]
         if cp not in CP_SIZES:
             problems.append(f"cp={cp}, supported: {CP_SIZES}; use one of these")
+        if cp > 1 and profile.settings.attention != "segments":
+            problems.append(f"cp={cp} with attention={profile.settings.attention!r}, supported: 'segments'; use cp=1")
         if leaves % tp:
             problems.append(
                 f"tp={tp} does not divide the profile's leaves={leaves}; build the profile with leaves >= {tp}"

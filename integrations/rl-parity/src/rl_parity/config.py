@@ -8,6 +8,7 @@ from rl_contract import ContractError
 ARMS = ("strict", "native", "both")
 LAUNCHERS = ("ray", "local")
 DEVICES = ("cpu", "cuda")
+FAMILIES = ("segments", "nosplit")
 PLACEMENTS = ("auto", "colocated", "split", "shared")
 TRANSPORTS = ("auto", "file", "lend")
 SLEEP_LEVELS = ("auto", "0", "1", "2")
@@ -58,6 +59,7 @@ class RunConfig:
         weights: how a push travels: ``file``, ``lend`` (CUDA IPC on GPUs, a mapped file on a CPU); ``auto`` lends on
             GPUs where that works and else writes files.
         eager: no compilation and no graphs in the engines; on a CPU they are always eager.
+        attention: family of the attention contract: ``segments`` (ours) or ``nosplit`` (a certified library, on GPUs).
         token_budget: most tokens of a trainer's micro-batch; 0 packs a step at once.
         save_every: save the trainer's state after every so many steps and at the end; 0 never does.
         model: path of a Hugging Face checkpoint, ``tiny-qwen3`` / ``tiny-llama``, or ``random:NAME``.
@@ -80,6 +82,7 @@ class RunConfig:
     sleep: str = "auto"
     weights: str = "auto"
     eager: bool = False
+    attention: str = "segments"
     token_budget: int = 0
     save_every: int = 0
     model: str = "tiny-qwen3"

@@ -13,7 +13,7 @@ import psutil
 
 from rl_contract import ContractError, MissingSupport, Profile, build_profile
 from rl_parity import checkpoint, data, gpus, metrics, preflight_cuda
-from rl_parity.config import ARMS, DEVICES, LAUNCHERS, PLACEMENTS, SLEEP_LEVELS, TRANSPORTS, RunConfig
+from rl_parity.config import ARMS, DEVICES, FAMILIES, LAUNCHERS, PLACEMENTS, SLEEP_LEVELS, TRANSPORTS, RunConfig
 from rl_parity.models import hf_config, spec_of
 from rl_parity.models import weight_bytes as built_in_bytes
 from rl_parity.random_models import PREFIX as RANDOM_MODELS
@@ -103,6 +103,7 @@ def _options(c: RunConfig) -> Iterator[str]:
     for name, known in (
         ("device", DEVICES),
         ("placement", PLACEMENTS),
+        ("attention", FAMILIES),
         ("weights", TRANSPORTS),
         ("sleep", SLEEP_LEVELS),
         ("reward", (*data.REWARDS, *data.TOKEN_REWARDS)),
@@ -125,8 +126,9 @@ def _options(c: RunConfig) -> Iterator[str]:
             "trainer leaves"
         )
     if c.device == "cpu":
-        for name, neutral in (("gpus", ""), ("placement", "auto"), ("gpu_memory_utilization", 0.0), ("sleep", "auto")):
-            if getattr(c, name) != neutral:
+        neutral = RunConfig()
+        for name in ("gpus", "placement", "gpu_memory_utilization", "sleep", "attention"):
+            if getattr(c, name) != getattr(neutral, name):
                 yield f"--{name.replace('_', '-')} {getattr(c, name)}: --device cpu has no GPUs; leave it out"
     for name in ("steps", "batch", "max_new_tokens"):
         if getattr(c, name) < 1:
@@ -347,7 +349,7 @@ def profile(c: RunConfig, config: dict[str, Any]) -> Profile:
     """The contracts of this model at this run's number of leaves."""
     from rl_vllm.settings import settings_from_hf
 
-    where = {"arch": preflight_cuda.arch(gpus_of(c))} if c.device == "cuda" else {}
+    where = {"arch": preflight_cuda.arch(gpus_of(c)), "attention": c.attention} if c.device == "cuda" else {}
     tile = vocab_tile(int(config["vocab_size"]), smallest=128 if where else 16)
     return build_profile("strict", settings_from_hf(config, leaves=c.tree_leaves, vocab_tile=tile, **where))
 

@@ -1,10 +1,12 @@
 """What a run on GPUs needs beyond what any run needs: devices, room, plans, and engines with the hooks we use."""
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,12 @@ from rl_parity.placement import GIB, engine_share, place
 # packages whose kernels are launched by frozen plans
 PLANNED = ("rl_gemm", "rl_attn", "rl_logprob")
 _HOOKS_SECONDS = 180.0
-_ASK_HOOKS = "from rl_vllm.preflight import missing_hooks; print('missing:' + ', '.join(missing_hooks()))"
+_ASK_HOOKS = """
+import rl_megatron.trainer
+from rl_vllm import platform
+from rl_vllm.preflight import missing_hooks
+print("missing:" + ", ".join(missing_hooks(platform.current().hooks)))
+"""
 
 
 def arch(gpus: list[Gpu]) -> str:
@@ -47,6 +54,8 @@ def violations(c: RunConfig, weight_bytes: int) -> Iterator[str]:
         yield str(error)
         return
     yield from _plans(name)
+    if c.attention == "nosplit":
+        yield from _library(name)
     try:
         placed = place(c, gpus)
     except ContractError as error:
@@ -76,8 +85,26 @@ def _plans(name: str) -> Iterator[str]:
             yield str(error)
 
 
+def _library(name: str) -> Iterator[str]:
+    """The file of the attention library must be the certified one, byte for byte."""
+    nosplit = import_module("rl_attn.nosplit")
+    try:
+        library = nosplit.library_for(name)
+    except ContractError as error:
+        yield str(error)
+        return
+    found = [path for folder in sys.path if (path := Path(folder) / library.path).is_file()]
+    if not found:
+        yield f"--attention nosplit: {library.path} is not installed; install {library.shipped_in}, or use segments"
+    elif (digest := hashlib.sha256(found[0].read_bytes()).hexdigest()) != library.sha256:
+        yield (
+            f"--attention nosplit: {found[0]} has sha256 {digest[:16]}, certified is {library.sha256[:16]} of "
+            f"{library.shipped_in}; install that version, or use segments"
+        )
+
+
 def missing_engine_hooks() -> str | None:
-    """Why the installed vLLM cannot be made strict, or None.
+    """Why the installed vLLM and Megatron-core cannot be made strict, or None.
 
     Asked in another process, as importing vLLM may take hold of CUDA.
     """
@@ -90,7 +117,7 @@ def missing_engine_hooks() -> str | None:
     answers = [line for line in done.stdout.splitlines() if line.startswith("missing:")]
     if not answers:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"rl-vllm cannot look at the installed vLLM ({last}); repair the installation"
+        return f"rl-vllm and rl-megatron cannot take hold of the installed engines ({last}); repair the installation"
     missing = answers[-1].removeprefix("missing:")
     return f"this vLLM lacks {missing}, which strict mode needs; install a supported version" if missing else None
 
