@@ -342,3 +342,23 @@ def test_a_later_sitting_goes_on_from_the_weights_that_the_last_one_left(tmp_pat
     )
     with pytest.raises(ContractError, match="other weights"):
         StepLedger(path, run_id="run")
+
+
+def test_events_of_a_batch_wait_for_the_disk_once_and_are_checked_one_by_one(tmp_path, monkeypatch):
+    path, waits = tmp_path / "ledger.jsonl", []
+    version = PolicyVersion("run", 0, "a" * 64)
+    with StepLedger(path, run_id="run") as ledger:
+        monkeypatch.setattr(os, "fsync", waits.append)
+        with ledger.batch():
+            ledger.add_version(version)
+            for i in range(20):
+                ledger.add_sample(str(i), generated=1, spans=[(str(version), 0, 1)])
+            with pytest.raises(ContractError, match="in the ledger already"):
+                ledger.add_sample("3", generated=1, spans=[(str(version), 0, 1)])
+            ledger.consume(0, map(str, range(20)))
+            assert waits == []
+        assert len(waits) == 1
+        ledger.add_version(PolicyVersion("run", 1, "b" * 64))
+        assert len(waits) == 2
+    with StepLedger(path, run_id="run") as ledger:
+        assert ledger.check_run(1)["samples"] == 20

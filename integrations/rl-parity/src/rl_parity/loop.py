@@ -150,7 +150,9 @@ class Arm:
         forward_mismatches = 0
         equal = verdict.not_compared is None and (self.name == "native" or not _wrong(verdict))
         if equal:
-            self._enter(ledger, step, pushed["digest"], outputs, scored["tokens"])
+            with ledger.batch():
+                self._enter(ledger, step, pushed["digest"], outputs, scored["tokens"])
+            clock.lap("other")
             progress.phase("train")
             trained = fleet.all(
                 fleet.trainers,

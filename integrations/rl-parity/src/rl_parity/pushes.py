@@ -35,7 +35,10 @@ class Pushes:
         except PublishError as error:
             if not (self._may_change and self.transport == "lend" and error.reached is State.CACHES_CLEARED):
                 raise
-            self.transport, self.reason = "file", f"lending failed: {next(iter(error.failures.values()), error)}"
+            self.transport, self.reason = (
+                "file",
+                f"lending failed: {str(next(iter(error.failures.values()), error)).splitlines()[0]}",
+            )
             # a full push heals the engines that the failed one has poisoned
             out = self._publish(step, self.transport)
         self._may_change = False

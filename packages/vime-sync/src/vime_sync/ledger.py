@@ -1,13 +1,14 @@
 """Which sample belongs to which step, and which version of the weights produced each of its tokens.
 
-An append-only file of JSON lines, one event a line, flushed to the disk before the call returns. An event whose line
-has no newline was never committed: resuming drops it. Reading a ledger replays every check that writing it made.
+An append-only file of JSON lines, one event a line, on the disk before the call (or ``batch``) returns. An event whose
+line has no newline was never committed: resuming drops it. Reading a ledger replays every check that writing it made.
 """
 
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,6 +71,7 @@ class StepLedger:
         self._file: BinaryIO | None = None
         self._owner: int | None = None
         self._closed = False
+        self._batched = False
         if path is not None:
             self._open(Path(path))
 
@@ -197,6 +199,20 @@ class StepLedger:
             "pending": len(pending),
         }
 
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Events entered inside reach the disk together, when the block ends: one wait instead of one for each.
+
+        Each is checked and takes effect at once; if the machine fails inside, the last ones may be missing in the file.
+        """
+        self._batched = True
+        try:
+            yield
+        finally:
+            self._batched = False
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Let go of the file; what was entered stays readable, nothing more can be entered."""
         self._closed = True
@@ -223,7 +239,8 @@ class StepLedger:
             try:
                 self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
                 self._file.flush()
-                os.fsync(self._file.fileno())
+                if not self._batched:
+                    os.fsync(self._file.fileno())
             except BaseException:
                 self._file.truncate(at)
                 self._file.seek(at)
