@@ -155,6 +155,24 @@ def test_v2_runner_scores_by_the_strict_operator_and_puts_its_own_back(profile, 
     assert logprob.compute_token_logprobs is stock
 
 
+# attention
+
+
+@pytest.mark.parametrize(("mixed", "bound"), [("FULL", 64), ("PIECEWISE", 1)])
+def test_graph_of_mixed_batches_is_captured_for_any_number_of_rows(monkeypatch, mixed, bound):
+    from vllm.config.compilation import CUDAGraphMode
+
+    from rl_vllm.gpu_attention import StrictGPUMetadataBuilder
+
+    mode = {"FULL": CUDAGraphMode.FULL, "PIECEWISE": CUDAGraphMode.FULL_AND_PIECEWISE}[mixed]
+    builder = StrictGPUMetadataBuilder.__new__(StrictGPUMetadataBuilder)
+    builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "positions")
+    common = SimpleNamespace(causal=True, num_actual_tokens=64, max_query_len=1, **dict.fromkeys(names))
+    assert builder.build_for_cudagraph_capture(common).max_query_len == bound
+    assert builder.build(0, common).max_query_len == 1
+
+
 # launches of graphs
 
 

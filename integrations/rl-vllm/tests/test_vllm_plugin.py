@@ -357,12 +357,33 @@ def engine_with(report):
         ({"sampler": "vllm.v1.sample.sampler.Sampler"}, "the sampler is vllm"),
         ({"forwards": 4}, "attention was launched 6 times in 4 forward passes, needed is 8"),
         ({"launches": []}, r"gemm\.row was launched 0 times"),
+        # a capture launches nothing
+        (
+            {"launches": [{"boundary": "gemm.row", "kernel": "k", "phase": "capture", "count": 12}]},
+            r"gemm\.row was launched 0 times",
+        ),
     ],
 )
 def test_report_that_is_not_strict_is_refused(profile, change, named):
     assert client.assert_strict(engine_with(good_report(profile)), profile)
     with pytest.raises(ContractError, match=named):
         client.assert_strict(engine_with({**good_report(profile), **change}), profile)
+
+
+def test_report_of_a_gpu_engine_counts_replays(profile):
+    report = good_report(profile)
+    rows = [r for r in report["launches"] if r["boundary"] not in ("norm", "attention")]
+    rows += [
+        {"boundary": "norm", "kernel": "rl_norm.triton.forward", "phase": "eager", "count": 9},
+        {"boundary": "norm", "kernel": "rl_norm.triton.forward", "phase": "replay", "count": 18},
+        # short and long requests of one call are served by two kernels
+        {"boundary": "attention", "kernel": "rl_attn.triton_decode", "phase": "replay", "count": 6},
+        {"boundary": "attention", "kernel": "rl_attn.triton_forward", "phase": "replay", "count": 4},
+    ]
+    assert client.assert_strict(engine_with({**report, "launches": rows}), profile)
+    more = {"boundary": "norm", "kernel": "rl_norm.triton.forward", "phase": "eager", "count": 1}
+    with pytest.raises(ContractError, match="norm was launched 28 times"):
+        client.assert_strict(engine_with({**report, "launches": [*rows, more]}), profile)
 
 
 def test_report_of_a_worker_without_the_plugin_is_missing_support(profile):

@@ -7,9 +7,9 @@ graph serves every batch of its shape: full graphs of mixed batches too.
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 
-from rl_vllm.attention import StrictAttentionImpl, StrictMetadataBuilder
+from rl_vllm.attention import StrictAttentionImpl, StrictAttentionMetadata, StrictMetadataBuilder
 
 # vLLM up to 0.24 asks the backend for the shape of the cache, later ones offer layouts to choose from
 SPLIT = hasattr(AttentionBackend, "get_kv_cache_shape")
@@ -17,6 +17,14 @@ SPLIT = hasattr(AttentionBackend, "get_kv_cache_shape")
 
 class StrictGPUMetadataBuilder(StrictMetadataBuilder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> StrictAttentionMetadata:
+        found = super().build_for_cudagraph_capture(common_attn_metadata)
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        # a full graph of mixed batches is captured with one row a request, and replayed with any number of them
+        if mode.mixed_mode() == type(mode).FULL:
+            found.max_query_len = found.num_actual_tokens
+        return found
 
 
 class StrictGPUAttentionImpl(StrictAttentionImpl):

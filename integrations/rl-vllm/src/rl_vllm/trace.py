@@ -26,7 +26,7 @@ _DEFINITION = re.compile(r"^@(?:triton|gluon)\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+
 # kernels of PyTorch and the driver that move bytes and compute nothing
 _MOVES = re.compile(
     r"Mem(cpy|set)|direct_copy_kernel|CatArrayBatchedCopy|FillFunctor|index_elementwise_kernel.*index_(kernel|copy)"
-    r"|vectorized_gather_kernel|indexSelect(Small|Large)Index|gpu_index_kernel|arange"
+    r"|ncclDevKernel_(AllGather|Broadcast|SendRecv)|vectorized_gather_kernel|indexSelect(Small|Large)Index|gpu_index_kernel|arange"
 )
 # Inductor names a kernel by the operators in it
 _INDUCTOR = re.compile(r"^triton_poi_fused_(.+?)_?\d*$")
