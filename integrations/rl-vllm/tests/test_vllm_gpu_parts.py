@@ -348,10 +348,100 @@ def test_trace_knows_the_kernels_of_every_package():
     assert not any("reference" in name for name in names)
 
 
+def test_recording_marks_the_forward_pass_and_our_operators(tmp_path):
+    import json
+
+    import rl_gemm
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return rl_gemm.swiglu(x)
+
+    model, path = Model(), tmp_path / "step.0"
+    with trace.recording(str(path), model):
+        model(torch.randn(3, 8).bfloat16())
+        rl_gemm.swiglu(torch.randn(3, 8).bfloat16())
+    found = trace.read(path, [])
+    # nothing ran on a GPU
+    assert (found.steps, found.graphs, len(found.ours), len(found.stock)) == (1, 0, 0, 0)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    (mark,) = [e for e in events if e["name"] == trace.MODEL and e["cat"] == "user_annotation"]
+    inside = [e for e in events if e["name"] == "rl_gemm::swiglu" and mark["ts"] <= e["ts"] <= mark["ts"] + mark["dur"]]
+    assert inside
+    assert all(e["cat"] == "cpu_op" and e["tid"] == mark["tid"] for e in inside)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_bad_input_trace_file(tmp_path, capsys):
     (tmp_path / "t.json").write_text("{")
     assert trace.main([str(tmp_path / "t.json")]) == 1
     assert "give a trace" in capsys.readouterr().out
+
+
+# sleep and pushes
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A strict GPU worker around a vLLM worker that only notes what is asked of it."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from rl_vllm.gpu_worker import StrictGPUWorker
+
+    asked = []
+
+    def note(name):
+        return lambda self, *args, **kwargs: asked.append((name, args, kwargs))
+
+    for name in ("sleep", "wake_up", "update_weights", "finish_weight_update", "execute_model"):
+        monkeypatch.setattr(Worker, name, note(name))
+
+    # as vLLM 0.24 has it
+    def start_weight_update(self, is_checkpoint_format=True):
+        asked.append(("start", is_checkpoint_format))
+
+    monkeypatch.setattr(Worker, "start_weight_update", start_weight_update)
+    made = StrictGPUWorker.__new__(StrictGPUWorker)
+    made._rl_sampled = versions.SampledTokens()
+    made._weight_update_active = False
+    return made, asked
+
+
+def test_sleeping_weights_are_neither_read_nor_written(worker):
+    made, asked = worker
+    made.sleep(1)
+    made.rl_begin("a")
+    for call in (lambda: made.rl_transfer("p", "v"), made.rl_shard_digests):
+        with pytest.raises(ContractError, match="weights are asleep"):
+            call()
+    made.wake_up(["kv_cache"])
+    with pytest.raises(ContractError, match="weights are asleep"):
+        made.rl_transfer("p", "v")
+    made.wake_up(["weights"])
+    made.rl_transfer("p", "v")
+    # vLLM's layerwise reload would take the weights apart
+    assert ("start", False) in asked
+    assert ("update_weights", ({"path": "p", "version": "v"},), {}) in asked
+    assert made.rl_finish() == {}
+
+
+@pytest.mark.field_report("R56")
+def test_engine_that_slept_its_weights_away_serves_only_after_a_push(worker):
+    made, _ = worker
+    made.sleep(2)
+    made.wake_up(None)
+    schedule = step({"a": 1}, new=[("a", 1, 1, 0)])
+    schedule.total_num_scheduled_tokens = 1
+    with pytest.raises(RuntimeError, match="sleep level 2 dropped its weights"):
+        made.execute_model(schedule)
+    made.rl_begin("a")
+    with pytest.raises(ContractError, match="brought no weights"):
+        made.rl_finish()
+    made.rl_transfer("p", "v")
+    assert made.rl_finish() == {}
+    made.execute_model(schedule)
+    assert made._rl_sampled.counts() == {"a": 1}
 
 
 # preflight

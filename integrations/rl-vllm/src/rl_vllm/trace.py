@@ -75,9 +75,11 @@ def recording(path: str, model: Any) -> Iterator[None]:
 
     hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
     try:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
             yield
-            torch.cuda.synchronize()
+            if gpu:
+                torch.cuda.synchronize()
     finally:
         for hook in hooks:
             hook.remove()
