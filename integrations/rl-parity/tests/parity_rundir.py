@@ -190,6 +190,6 @@ def on_gpus(run: RunDirectory) -> RunDirectory:
         for rows in (*evidence["train"].values(), *evidence["rollout"].values()):
             rows += [{**row, "phase": "replay", "count": 4000} for row in rows]
         proofs = [{"step": step, "version": VERSION, "shards": 620, "different": 0} for step in (0, 3)]
-        weights = {"asked": "auto", "transport": "lend", "reason": None, "sha256_proofs": proofs}
+        weights = {"asked": "auto", "transport": "ipc", "reason": None, "sha256_proofs": proofs}
         write_json(run.root / arm / "evidence.json", {**evidence, "weights": weights, "saves": []})
     return run

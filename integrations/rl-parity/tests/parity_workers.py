@@ -33,15 +33,15 @@ class FakeTrainer:
     def start(self):
         self.shape = ModelShape.from_hf_config(checkpoint.read_config(Path(self.model)))
 
-    def export(self, directory, run_id, step, lend, tps):
+    def export(self, directory, run_id, step, transport, tps):
         if self.rank:
             return None
-        if lend:
+        if transport != "file":
             self.loan = self.loan or Loan("cpu", Path(directory).parent)
             manifest = self.loan.fill(self.weights)
             version = PolicyVersion(run_id, step, manifest.digest)
             lend_weights(directory, self.loan, version, self.shape, tps)
-            if "no ipc" in FAULTS:
+            if "no ipc" in FAULTS and transport == "ipc":
                 self.loan.close()
                 self.loan = None
         else:

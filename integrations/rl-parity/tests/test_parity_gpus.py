@@ -185,9 +185,9 @@ def test_an_architecture_without_contracts_is_refused(tmp_path, machine, text, w
 
 
 def test_options_of_gpus_are_refused_on_a_cpu(tmp_path):
-    c = dataclasses.replace(RunConfig(out=str(tmp_path / "out")), gpus="0", placement="split", sleep="2")
+    c = dataclasses.replace(RunConfig(out=str(tmp_path / "out")), gpus="0", placement="split", sleep="2", weights="ipc")
     found = "\n".join(preflight.check(c))
-    assert all(word in found for word in ("--gpus 0", "--placement split", "--sleep 2"))
+    assert all(word in found for word in ("--gpus 0", "--placement split", "--sleep 2", "--weights ipc"))
 
 
 def test_the_certified_attention_library_is_looked_for_byte_for_byte(tmp_path, machine, monkeypatch):
@@ -243,8 +243,7 @@ def run(tmp_path, *options):
 
 def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(tmp_path, machine, launchers):
     machine(smi(1))
-    # lent memory of a CPU stands in for that of a GPU
-    code, directory = run(tmp_path, "--weights", "lend")
+    code, directory = run(tmp_path, "--weights", "host")
     assert code == 0
     engine = launchers[0].workers["engine-0"].target
     # asleep from the start, until there is something to sample
@@ -266,37 +265,39 @@ def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(t
     }
     assert directory.steps("strict")[0]["memory"]["trainers"] == [{"allocated_gib": 1.5, "reserved_gib": 2.0}]
     weights = directory.evidence("strict")["weights"]
-    assert weights["transport"] == "lend"
+    assert weights["transport"] == "host"
     assert [p["step"] for p in weights["sha256_proofs"]] == [0, 1]
     assert all(p["shards"] > 20 and p["different"] == 0 for p in weights["sha256_proofs"])
     page = (directory.root / "report.html").read_text()
-    assert all(word in page for word in ("GPU-000", "NVIDIA H200", "colocated", "lent as memory", "Time by phase"))
+    assert all(
+        word in page for word in ("GPU-000", "NVIDIA H200", "colocated", "lent as memory of the host", "Time by phase")
+    )
 
 
 def test_engines_on_gpus_of_their_own_never_sleep(tmp_path, machine, launchers):
     machine(smi(2))
-    code, _ = run(tmp_path, "--weights", "lend", "--sleep", "2", "--eager")
+    code, _ = run(tmp_path, "--weights", "host", "--sleep", "2", "--eager")
     engine = launchers[0].workers["engine-0"].target
     assert (code, engine.calls) == (0, [])
     assert engine.kwargs["gpu"] == {"gpu_memory_utilization": 0.9, "enable_sleep_mode": False, "enforce_eager": True}
     assert launchers[0].env["engine-0"]["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 
-def test_lending_that_cannot_work_here_gives_way_to_files_once_and_says_so(tmp_path, machine, launchers):
+def test_cuda_ipc_that_cannot_work_here_gives_way_to_the_hosts_memory_once_and_says_so(tmp_path, machine, launchers):
     machine(smi(1))
     parity_workers.FAULTS.add("no ipc")
     code, directory = run(tmp_path)
     assert code == 0
     weights = directory.evidence("strict")["weights"]
-    assert (weights["asked"], weights["transport"]) == ("auto", "file")
+    assert (weights["asked"], weights["transport"]) == ("auto", "host")
     assert "is not there" in weights["reason"]
-    assert "written to files, because lending failed" in (directory.root / "report.html").read_text()
+    assert "lent as memory of the host, because CUDA IPC failed" in (directory.root / "report.html").read_text()
 
 
-def test_lending_that_was_asked_for_never_gives_way(tmp_path, machine, launchers, capsys):
+def test_cuda_ipc_that_was_asked_for_never_gives_way(tmp_path, machine, launchers, capsys):
     machine(smi(1))
     parity_workers.FAULTS.add("no ipc")
-    assert run(tmp_path, "--weights", "lend")[0] == 3
+    assert run(tmp_path, "--weights", "ipc")[0] == 3
     assert "is not there" in capsys.readouterr().err
 
 

@@ -154,7 +154,7 @@ def test_a_run_on_gpus_says_where_each_rank_ran_how_weights_went_and_in_which_si
         "rank 3<br>tp 1 · cp 1<br><small>GPU 3</small>",
         "worker tp 1<br><small>GPU 3</small>",
         "Placement colocated: trainer and engines take turns",
-        "lent as memory",
+        "lent as memory of the trainer&#x27;s GPU (CUDA IPC)",
         "sha256 of 1,240 shards",
         "0 engines differ",
         "The run&#x27;s 2 sittings".replace("&#x27;", "'"),

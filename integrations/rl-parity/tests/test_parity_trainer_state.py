@@ -75,8 +75,8 @@ def test_a_restored_trainer_goes_on_bit_for_bit(worker, tmp_path):
 
 def test_a_lent_push_of_a_real_trainer_holds_the_bytes_of_a_written_one(worker, tmp_path):
     one = worker()
-    written = one.export(str(tmp_path / "written"), "run", 0, False, [1])
-    lent = one.export(str(tmp_path / "lent"), "run", 0, True, [1, 2])
+    written = one.export(str(tmp_path / "written"), "run", 0, "file", [1])
+    lent = one.export(str(tmp_path / "lent"), "run", 0, "host", [1, 2])
     assert lent["digest"] == written["digest"]
     with read_weights(tmp_path / "written") as a, read_weights(tmp_path / "lent") as b:
         assert sorted(a) == sorted(b)

@@ -1,4 +1,4 @@
-"""Lent memory: the same weights and the same refusals as files, compared by a digest that misses no accident."""
+"""Lent memory: the same weights and the same refusals as files; and a digest that misses no accident."""
 
 import subprocess
 import sys
@@ -112,6 +112,8 @@ def test_a_lent_push_brings_the_bytes_and_the_label_of_a_pushed_file(tmp_path, l
         version = PolicyVersion("run", step, manifest.digest)
         lent = lend_weights(tmp_path / f"lent-{step}", loan, version, SHAPE, [1, 2])
         files = write_weights(tmp_path / f"files-{step}", named, version, manifest)
+        with read_weights(lent) as weights_lent:
+            lent_by = {weights_lent.algorithm}
         for i, directory in enumerate((lent, files)):
             if not step:
                 publishers.append(Publisher([FakeEngine("e", SHAPE, tp)], SHAPE))
@@ -119,6 +121,7 @@ def test_a_lent_push_brings_the_bytes_and_the_label_of_a_pushed_file(tmp_path, l
         mine, theirs = (p.engines["e"] for p in publishers)
         assert mine.held_digest() == theirs.held_digest()
         assert mine.label == theirs.label == str(version)
+        assert lent_by == {"sha256"}
         # the sha256 of what the engine holds can be had at any time
         assert mine.shard_digests() == shard_digests(named, SHAPE, tp)
         publishers[0].verify()
@@ -173,16 +176,37 @@ with read_weights(sys.argv[1]) as weights:
 """
 
 
+def test_a_push_compared_by_words_is_verified_like_any_other(tmp_path, loan, monkeypatch):
+    # what a GPU's tensors choose
+    monkeypatch.setattr("vime_sync.transfer.shard_digests", lambda w, s, tp, _: shard_digests(w, s, tp, "words128"))
+    version = PolicyVersion("run", 0, loan.fill(weights(0)).digest)
+    directory = lend_weights(tmp_path / "push", loan, version, SHAPE, [2])
+    description = directory / "manifest.json"
+    description.write_text(description.read_text().replace('"algorithm": "sha256"', '"algorithm": "words128"'))
+    publisher = Publisher([FakeEngine("e", SHAPE, 2)], SHAPE)
+    publisher.publish(directory, version)
+    publisher.verify()
+    with pytest.raises(PublishError, match="other bytes"):
+        Publisher([FakeEngine("e", SHAPE, 2, {"flip_bit"})], SHAPE).publish(directory, version)
+
+
 @pytest.mark.gpu
-def test_a_loan_of_a_gpu_is_read_in_another_process(tmp_path):
-    loan = Loan("cuda:0")
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_loan_of_a_gpus_weights_is_read_in_another_process(tmp_path, device):
+    loan = Loan(device, tmp_path)
     for step in (0, 1):
         named = {n: t.cuda() for n, t in weights(step).items()}
         version = PolicyVersion("run", step, loan.fill(named).digest)
-        directory = lend_weights(tmp_path / f"push-{step}", loan, version, SHAPE, [1])
+        directory = lend_weights(tmp_path / f"push-{step}", loan, version, SHAPE, [1], source=named)
+        with read_weights(directory) as lent:
+            assert lent.algorithm == "words128"
+            expected = lent.shard_digests(SHAPE, 1)
         read = subprocess.run([sys.executable, "-c", READER, str(directory)], capture_output=True, text=True)
         if read.returncode and "CUDA IPC cannot open" in read.stderr:
             pytest.skip("CUDA IPC is not allowed here")
         assert read.returncode == 0, read.stderr
         assert read.stdout.strip() == str(words_digests((n, named[n].cpu()) for n in sorted(named)))
-    assert loan.describe()["gpu"] == gpu_uuid(torch.device("cuda:0"))
+        assert expected == shard_digests({n: t.cpu() for n, t in named.items()}, SHAPE, 1, "words128")
+    if device != "cpu":
+        assert loan.describe()["gpu"] == gpu_uuid(torch.device("cuda:0"))
+    loan.close()

@@ -98,7 +98,7 @@ def _run_options(p: argparse.ArgumentParser) -> None:
     add("placement", choices=PLACEMENTS, help="trainer and engines on the same GPUs in turns, or each on its own")
     add("gpu-memory-utilization", type=float, help="share of a GPU an engine takes; 0: what the trainer leaves")
     add("sleep", choices=SLEEP_LEVELS, help="level at which colocated engines sleep while the trainer works")
-    add("weights", choices=TRANSPORTS, help="how a push travels: files, or memory lent to the engines (CUDA IPC)")
+    add("weights", choices=TRANSPORTS, help="how a push travels: CUDA IPC, memory of the host, or files")
     add("attention", choices=FAMILIES, help="segments: our kernels; nosplit: the certified library, on GPUs")
     add("eager", action="store_true", help="engines without compilation and graphs")
     add("train", metavar="tp=N,cp=N", help="Megatron ranks")

@@ -10,7 +10,7 @@ LAUNCHERS = ("ray", "local")
 DEVICES = ("cpu", "cuda")
 FAMILIES = ("segments", "nosplit")
 PLACEMENTS = ("auto", "colocated", "split", "shared")
-TRANSPORTS = ("auto", "file", "lend")
+TRANSPORTS = ("auto", "ipc", "host", "file")
 SLEEP_LEVELS = ("auto", "0", "1", "2")
 
 
@@ -56,8 +56,9 @@ class RunConfig:
             ``shared`` (ranks share GPUs, over gloo, for tests); ``auto`` splits where there are GPUs enough.
         gpu_memory_utilization: share of a GPU that one engine takes; 0 takes what the trainer leaves.
         sleep: level that colocated engines sleep at while the trainer works; ``auto`` is 1 there and 0 elsewhere.
-        weights: how a push travels: ``file``, ``lend`` (CUDA IPC on GPUs, a mapped file on a CPU); ``auto`` lends on
-            GPUs where that works and else writes files.
+        weights: how a push travels: ``ipc`` (engines copy out of the trainer's GPU), ``host`` (out of memory that both
+            map), ``file`` (written, read and checked by each side); ``auto`` is ``ipc`` on GPUs, ``host`` where that
+            is forbidden, and ``file`` on a CPU.
         eager: no compilation and no graphs in the engines; on a CPU they are always eager.
         attention: family of the attention contract: ``segments`` (ours) or ``nosplit`` (a certified library, on GPUs).
         token_budget: most tokens of a trainer's micro-batch; 0 packs a step at once.

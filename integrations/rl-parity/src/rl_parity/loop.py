@@ -124,7 +124,7 @@ class Arm:
         clock.lap("wake")
         pushed = pushes.push(step)
         clock.lap("push")
-        if prove and pushes.transport == "lend":
+        if prove and pushes.transport != "file":
             pushes.prove(step)
             clock.lap("prove")
         fleet.wake("kv_cache")

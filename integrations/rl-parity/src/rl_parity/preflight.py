@@ -117,6 +117,8 @@ def _options(c: RunConfig) -> Iterator[str]:
             f"--reward {c.reward} with {which}: random text never answers, so every reward and gradient would be zero; "
             f"use --reward {', '.join(data.TOKEN_REWARDS)}"
         )
+    if c.weights == "ipc" and c.device == "cpu":
+        yield "--weights ipc: there is no GPU's memory to lend with --device cpu; use host or file"
     for name in ("token_budget", "save_every"):
         if getattr(c, name) < 0:
             yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 0, which turns it off"

@@ -1,4 +1,4 @@
-"""How weights get from the trainer to the engines: written to files, or lent; and the proof of what arrived."""
+"""How weights get from the trainer to the engines: lent, or written to files; and the proof of what arrived."""
 
 import shutil
 import tempfile
@@ -19,26 +19,23 @@ class Pushes:
         self._fleet, self._publisher, self._folder, self._run_id = fleet, publisher, folder, run_id
         asked = fleet.config.weights
         self._may_change = asked == "auto"
-        # on a CPU one copy through shared memory is as good as another
-        self.transport = ("lend" if fleet.placed.gpus else "file") if asked == "auto" else asked
+        self.transport = ("ipc" if fleet.placed.gpus else "file") if asked == "auto" else asked
         self.reason: str | None = None
         self.proofs: list[dict[str, Any]] = []
 
     def push(self, step: int) -> dict[str, str]:
         """Publish the trainer's weights on every engine, verified; returns version and digest.
 
-        Lent memory that the engines cannot open (CUDA IPC may be forbidden where this runs) gives way to files, once,
-        at the first push, and only where nobody asked for lending.
+        A GPU's memory that engines cannot open (CUDA IPC may be forbidden where this runs) gives way to the host's,
+        once, at the first push, and only where nobody asked for it.
         """
         try:
             out = self._publish(step, self.transport)
         except PublishError as error:
-            if not (self._may_change and self.transport == "lend" and error.reached is State.CACHES_CLEARED):
+            if not (self._may_change and self.transport == "ipc" and error.reached is State.CACHES_CLEARED):
                 raise
-            self.transport, self.reason = (
-                "file",
-                f"lending failed: {str(next(iter(error.failures.values()), error)).splitlines()[0]}",
-            )
+            first = str(next(iter(error.failures.values()), error)).splitlines()[0]
+            self.transport, self.reason = "host", f"CUDA IPC failed: {first}"
             # a full push heals the engines that the failed one has poisoned
             out = self._publish(step, self.transport)
         self._may_change = False
@@ -47,7 +44,7 @@ class Pushes:
     def _publish(self, step: int, transport: str) -> dict[str, str]:
         folder = self._folder / f"{step}-{transport}"
         sizes = self._fleet.sizes
-        export = (str(folder), self._run_id, step, transport == "lend", sizes)
+        export = (str(folder), self._run_id, step, transport, sizes)
         exported: dict[str, str] = self._fleet.all(self._fleet.trainers, "export", *export)[0]
         try:
             self._publisher.publish(folder, PolicyVersion(self._run_id, step, exported["digest"]))

@@ -74,7 +74,11 @@ def _gpus(manifest: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], placem
 
 def _weights(evidence: Mapping[str, Mapping[str, Any]]) -> str:
     out = []
-    names = {"lend": "lent as memory (CUDA IPC, or a mapped file on a CPU)", "file": "written to files"}
+    names = {
+        "ipc": "lent as memory of the trainer's GPU (CUDA IPC)",
+        "host": "lent as memory of the host",
+        "file": "written to files",
+    }
     for arm, data in reversed(list(evidence.items())):
         found = data.get("weights")
         if not found:

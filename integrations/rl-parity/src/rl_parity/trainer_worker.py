@@ -71,22 +71,28 @@ class TrainerWorker:
         self._trainer.init()
         self._trainer.keep_reference()
 
-    def export(self, directory: str, run_id: str, step: int, lend: bool, tps: Sequence[int]) -> dict[str, str] | None:
+    def export(
+        self, directory: str, run_id: str, step: int, transport: str, tps: Sequence[int]
+    ) -> dict[str, str] | None:
         """Make the present weights ready for a push; rank 0 answers with the version and its digest.
 
         Args:
-            lend: lend this process's memory instead of writing files; valid until the next call.
+            transport: ``ipc`` lends memory of this process's GPU, ``host`` of the host, both until the next call;
+                ``file`` writes files.
             tps: tensor-parallel sizes of the engines.
         """
         tensors = self._trainer.export_weights()
         if tensors is None:
             return None
-        if lend:
-            # beside the pushes, where it goes with them however the run ends
-            self._loan = self._loan or Loan("cuda:0" if self._device == "cuda" else "cpu", Path(directory).parent)
+        if transport != "file":
+            where = "cuda:0" if transport == "ipc" else "cpu"
+            if self._loan is None or str(self._loan.device) != where:
+                # beside the pushes, where a mapped file goes with them however the run ends
+                self._loan = Loan(where, Path(directory).parent)
             manifest = self._loan.fill(tensors)
             version = PolicyVersion(run_id, step, manifest.digest)
-            lend_weights(directory, self._loan, version, model_shape(self._trainer.model), tps)
+            shape = model_shape(self._trainer.model)
+            lend_weights(directory, self._loan, version, shape, tps, source=tensors)
         else:
             manifest = Manifest.from_tensors(tensors)
             version = PolicyVersion(run_id, step, manifest.digest)

@@ -1,13 +1,14 @@
 """Weights lent instead of copied: one region of memory that the trainer fills and every engine of the host maps.
 
 The trainer keeps one region for the whole run and fills it for each push; engines copy out of it before the push is
-verified, so nothing reads it while it is being filled. On a GPU the region is opened through CUDA IPC on the device
-with the same UUID, wherever CUDA_VISIBLE_DEVICES puts it; on a CPU it is a file that both sides map.
+verified, so nothing reads it while it is being filled. A region on a GPU is opened through CUDA IPC on the device with
+the same UUID, wherever CUDA_VISIBLE_DEVICES puts it; one on the host is a file that both sides map.
 """
 
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,6 @@ import torch
 
 from rl_contract import ContractError, MissingSupport
 from vime_sync.manifest import DTYPES, Manifest
-
-LENT = "words128"
-"""The digest that pushes through lent memory are compared by; the manifest keeps its sha256 as ever."""
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 # what any vector load needs, and whole words for the digest
@@ -28,7 +26,7 @@ class Loan(Mapping[str, torch.Tensor]):
     """The trainer's side: ``fill`` copies one version in, ``manifest`` describes what lies there now.
 
     Args:
-        device: where the region lies, ``cpu`` or a CUDA device.
+        device: where the region lies, ``cpu`` or a CUDA device; tensors from anywhere are copied in.
         folder: for ``cpu``, where the file is made (``/dev/shm``).
     """
 
@@ -40,6 +38,7 @@ class Loan(Mapping[str, torch.Tensor]):
         self._file: Path | None = None
         self._region: torch.Tensor | None = None
         self._shared: tuple[Any, ...] | None = None
+        self._pinned = False
         self._views: dict[str, torch.Tensor] = {}
         self._offsets: dict[str, int] = {}
         self._manifest: Manifest | None = None
@@ -57,9 +56,9 @@ class Loan(Mapping[str, torch.Tensor]):
         if {n: (t.dtype, t.shape) for n, t in pairs.items()} != {n: (v.dtype, v.shape) for n, v in self._views.items()}:
             raise ContractError("a loan holds one model for a whole run; other tensors were given, make another loan")
         for name, tensor in pairs.items():
-            self._views[name].copy_(tensor)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            self._views[name].copy_(tensor, non_blocking=True)
+        if self.device.type == "cuda" or any(tensor.is_cuda for tensor in pairs.values()):
+            torch.cuda.synchronize()
         self._manifest = Manifest.from_tensors(self._views)
         return self._manifest
 
@@ -82,6 +81,8 @@ class Loan(Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """End the loan; engines must not read it any more."""
+        if self._pinned and self._region is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._region.data_ptr())
         self._views, self._manifest, self._region, self._shared = {}, None, None, None
         if self._file is not None:
             self._file.unlink(missing_ok=True)
@@ -124,12 +125,25 @@ class Loan(Mapping[str, torch.Tensor]):
             os.close(handle)
             self._file = Path(file)
             self._region = torch.from_file(file, shared=True, size=end, dtype=torch.uint8)
+            if any(tensor.is_cuda for tensor in pairs.values()):
+                self._pinned = _pin(self._region)
         else:
             self._region = torch.zeros(end, dtype=torch.uint8, device=self.device)
         for name, tensor in pairs.items():
             size = tensor.numel() * tensor.element_size()
             part = self._region[self._offsets[name] : self._offsets[name] + size]
             self._views[name] = part.view(tensor.dtype).view(tensor.shape)
+
+
+def _pin(region: torch.Tensor) -> bool:
+    """Let GPUs write to the pages themselves; where that is not allowed, copies are only slower."""
+    runtime: Any = torch.cuda.cudart()
+    if not int(runtime.cudaHostRegister(region.data_ptr(), region.numel(), 0)):
+        return True
+    # CUDA keeps the error for whoever looks next
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
+    return False
 
 
 def gpu_uuid(device: torch.device | int) -> str:

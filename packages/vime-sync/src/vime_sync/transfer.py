@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from rl_contract import ContractError
 from vime_sync.digest import map_tensors, tensor_digest
-from vime_sync.lend import LENT, Loan
+from vime_sync.lend import Loan
 from vime_sync.manifest import DTYPES, Manifest, nonfinite_count
 from vime_sync.shape import ModelShape
 from vime_sync.version import PolicyVersion
@@ -56,24 +56,32 @@ def write_weights(
 
 
 def lend_weights(
-    directory: str | os.PathLike[str], loan: Loan, version: PolicyVersion, shape: ModelShape, tps: Iterable[int]
+    directory: str | os.PathLike[str],
+    loan: Loan,
+    version: PolicyVersion,
+    shape: ModelShape,
+    tps: Iterable[int],
+    *,
+    source: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the directory of a push whose tensors lie in ``loan``; it is valid until the loan is filled again.
 
     Args:
-        tps: tensor-parallel sizes of the engines that will be given it. Shards are digested here (``words128``),
-            because the publisher cannot read a device's memory.
+        tps: tensor-parallel sizes of the engines that will be given it. Shards are digested here, because the publisher
+            cannot read a device's memory.
+        source: what the loan was filled from, digested in its place: by ``words128`` on a GPU, by sha256 on the host.
 
     Raises:
         ContractError: the directory exists, or the version carries another digest than the loan's manifest.
     """
+    source = loan if source is None else source
+    algorithm = "words128" if any(tensor.is_cuda for tensor in source.values()) else "sha256"
     shards = {
-        str(tp): [[rank, name, digest] for (rank, name), digest in shard_digests(loan, shape, tp, LENT).items()]
+        str(tp): [[rank, name, digest] for (rank, name), digest in shard_digests(source, shape, tp, algorithm).items()]
         for tp in sorted(set(tps))
     }
-    return _write(
-        directory, version, loan.manifest, lambda _: {"files": {}, "loan": {**loan.describe(), "shards": shards}}
-    )
+    described = {**loan.describe(), "algorithm": algorithm, "shards": shards}
+    return _write(directory, version, loan.manifest, lambda _: {"files": {}, "loan": described})
 
 
 def _write(
@@ -156,11 +164,9 @@ class Weights(Mapping[str, torch.Tensor]):
 class LentWeights(Weights):
     """Views into memory that the trainer lends; opened when the first tensor is asked for, valid for this push only."""
 
-    algorithm = LENT
-
     def __init__(self, path: Path, version: PolicyVersion, manifest: Manifest, loan: Mapping[str, Any]) -> None:
         super().__init__(path, version, manifest, {})
-        self._loan = loan
+        self._loan, self.algorithm = loan, str(loan["algorithm"])
         self._views: dict[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
