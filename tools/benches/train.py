@@ -39,10 +39,10 @@ def hf_config(layers: int) -> dict[str, Any]:
 class Arm:
     """One arm's model and optimizer, with random weights of a trained model's scale."""
 
-    def __init__(self, mode: str, layers: int, leaves: int = 1, recompute: str = "none") -> None:
+    def __init__(self, mode: str, layers: int, leaves: int = 1, parallel: Any = None, recompute: str = "none") -> None:
         from rl_contract import Settings, build_profile
         from rl_gemm.gpu import arch
-        from rl_megatron import OptimizerConfig, ParallelConfig, build_model
+        from rl_megatron import OptimizerConfig, ParallelConfig, build_model, topology
         from rl_megatron.optimizer import make_optimizer
 
         profile = build_profile(
@@ -58,7 +58,9 @@ class Arm:
             ),
         )
         kind: dict[str, Any] = {"mode": mode, "recompute": recompute}
-        self.model = build_model(hf_config(layers), profile, ParallelConfig(), **kind)
+        self.parallel = parallel or ParallelConfig()
+        self.model = build_model(hf_config(layers), profile, self.parallel, **kind)
+        self.rank = topology.context_parallel().rank
         torch.manual_seed(0)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -79,7 +81,10 @@ class Arm:
 
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, VOCAB, (tokens // SEQUENCE, SEQUENCE), generator=generator).tolist()
-        batch = PackedBatch.pack([(row[:1], row[1:]) for row in ids], vocab_size=VOCAB, max_positions=40960)
+        batch = PackedBatch.pack(
+            [(row[:1], row[1:]) for row in ids], vocab_size=VOCAB, max_positions=40960, cp=self.parallel.cp
+        )
+        batch.on(self.rank, torch.device("cuda", torch.cuda.current_device()))
         gains = torch.randn(sum(batch.response_lengths), generator=generator).cuda()
         torch.cuda.synchronize()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]

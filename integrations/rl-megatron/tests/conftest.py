@@ -1,5 +1,6 @@
 """Tiny random checkpoints, profiles, and worlds of trainer processes."""
 
+import importlib.util
 import json
 import pickle
 import subprocess
@@ -110,6 +111,16 @@ def run_world(folder: Path, world: int, job: dict[str, Any]) -> list[dict[str, A
     )
     assert not done.returncode, done.stdout.decode(errors="replace")[-6000:]
     return [pickle.loads((folder / f"out{rank}.pkl").read_bytes()) for rank in range(world)]
+
+
+def load(name: str) -> Any:
+    """A helper module beside the tests, which pytest's import mode does not put on the path."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -17,16 +17,14 @@ from rl_contract import ContractError, launches, reset_launches
 from rl_megatron import (
     LossConfig,
     OptimizerConfig,
-    PackedBatch,
     ParallelConfig,
     StrictOptimizer,
     TrainerRank,
     build_model,
     grpo_loss,
-    micro_batches,
     topology,
 )
-from rl_megatron.checkpoint import export_hf, load_tensors
+from rl_megatron.checkpoint import export_hf
 from rl_megatron.optimizer import _adamw, _State, make_optimizer
 from rl_megatron.scoring import token_logprobs
 
@@ -41,7 +39,6 @@ assert _spec.loader
 fp64 = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fp64)
 
-LENGTHS = ((3, 5), (170, 440), (1, 1), (9, 0), (600, 911), (40, 25), (1, 300))
 RECOMPUTE = {
     "full": ("full", ("core_attn",)),
     "core_attn": ("selective", ("core_attn",)),
@@ -57,49 +54,8 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def case(tiny: Any) -> "Case":
-    return Case(tiny)
-
-
-class Case:
-    """One checkpoint, its profile and samples."""
-
-    def __init__(self, tiny: Any, **overrides: Any) -> None:
-        sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
-        rest = {"head_dim": 128, "num_hidden_layers": 3, "vocab_size": 5000, "max_position_embeddings": 4096}
-        self.config = tiny.tiny_config(**(sizes | rest | overrides))
-        self.tensors = tiny.tiny_tensors(self.config)
-        self.profile = tiny.tiny_profile(self.config, arch="sm90", leaves=2, vocab_tile=512)
-        self.samples = tiny.tiny_samples(self.config["vocab_size"], LENGTHS)
-
-    def model(self, mode: Any = "strict", recompute: Any = "none", modules: Any = ("core_attn",)) -> Any:
-        model = build_model(
-            self.config, self.profile, ParallelConfig(), mode=mode, recompute=recompute, recompute_modules=modules
-        )
-        load_tensors(model, self.tensors)
-        return model.train()
-
-    def batches(self, budget: int | None = None, samples: Any = None) -> list[PackedBatch]:
-        limits = {"vocab_size": self.config["vocab_size"], "max_positions": 4096}
-        return micro_batches(self.samples if samples is None else samples, budget, **limits)
-
-    def scores(self, model: Any, budget: int | None = None, **kw: Any) -> torch.Tensor:
-        return torch.cat([token_logprobs(model, b, **kw) for b in self.batches(budget)])
-
-    def step(self, model: Any, optimizer: Any, budget: int | None = None, seed: int = 0) -> torch.Tensor:
-        """Forward, loss and backward over all micro-batches; the log-probabilities."""
-        generator = torch.Generator().manual_seed(seed)
-        found = []
-        total = sum(len(r) for _, r in self.samples)
-        optimizer.zero_grad()
-        for batch in self.batches(budget):
-            logp = token_logprobs(model, batch, nonfinite="nan")
-            gains = torch.randn(logp.numel(), generator=generator).cuda()
-            loss = grpo_loss(logp, logp.detach(), gains, batch.loss_mask, denominator=total)
-            loss.value.backward()
-            optimizer.collect()
-            found.append(logp.detach())
-        return torch.cat(found)
+def case(tiny: Any) -> Any:
+    return tiny.load("gpu_case").Case(tiny)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +70,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(bits(a[name]), bits(b[name]))]
 
 
-def test_training_forward_scoring_and_every_split_have_the_same_bits(gpu: None, case: Case) -> None:
+def test_training_forward_scoring_and_every_split_have_the_same_bits(gpu: None, case: Any) -> None:
     model = case.model()
     with torch.no_grad():
         want = case.scores(model)
@@ -129,7 +85,7 @@ def test_training_forward_scoring_and_every_split_have_the_same_bits(gpu: None, 
 
 
 @pytest.mark.parametrize("which", RECOMPUTE)
-def test_recomputation_changes_no_bit(gpu: None, case: Case, which: str) -> None:
+def test_recomputation_changes_no_bit(gpu: None, case: Any, which: str) -> None:
     plain, again = case.model(), case.model("strict", *RECOMPUTE[which])
     a, b = StrictOptimizer(plain), StrictOptimizer(again)
     reset_launches()
@@ -146,7 +102,7 @@ def test_recomputation_changes_no_bit(gpu: None, case: Case, which: str) -> None
     assert not same(dict(plain.named_parameters()), dict(again.named_parameters()))
 
 
-def test_twenty_steps_from_one_state_have_the_same_weights(gpu: None, case: Case) -> None:
+def test_twenty_steps_from_one_state_have_the_same_weights(gpu: None, case: Any) -> None:
     model = case.model()
     optimizer = StrictOptimizer(model, OptimizerConfig(lr=1e-3, weight_decay=0.1))
     start = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in flat(optimizer.state_dict()).items()}
@@ -176,7 +132,7 @@ def nested(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_nothing_waits_for_the_device(gpu: None, case: Case, recompute: str) -> None:
+def test_nothing_waits_for_the_device(gpu: None, case: Any, recompute: str) -> None:
     model = case.model("strict", recompute)
     optimizer = StrictOptimizer(model)
     case.step(model, optimizer)
@@ -194,10 +150,10 @@ def test_nothing_waits_for_the_device(gpu: None, case: Case, recompute: str) -> 
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_gradients_are_as_near_to_fp64_as_native_ones(gpu: None, case: Case) -> None:
+def test_gradients_are_as_near_to_fp64_as_native_ones(gpu: None, case: Any) -> None:
     oracle = {n: t.double().cuda().requires_grad_() for n, t in case.tensors.items()}
     with torch.device("cuda"):
-        exact = torch.cat([fp64.logprobs(case.config, oracle, p, r) for p, r in case.samples])
+        exact = torch.cat([fp64.logprobs(case.config, oracle, p, r) for p, r in case.samples if r])
     weights = torch.randn(exact.numel(), generator=torch.Generator().manual_seed(3)).cuda()
     (exact * weights.double()).sum().backward()
     errors: dict[str, dict[str, float]] = {}
@@ -221,7 +177,7 @@ def test_gradients_are_as_near_to_fp64_as_native_ones(gpu: None, case: Case) -> 
     assert max(errors["strict"].values()) < 0.1, errors["strict"]
 
 
-def test_native_runs_torch_attention_and_no_strict_kernel(gpu: None, case: Case) -> None:
+def test_native_runs_torch_attention_and_no_strict_kernel(gpu: None, case: Any) -> None:
     model = case.model("native")
     reset_launches()
     with torch.no_grad():
@@ -310,7 +266,7 @@ def test_loss_has_the_bits_of_the_cpu(gpu: None) -> None:
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_megatrons_own_optimizer(gpu: None, case: Case, distributed: bool) -> None:
+def test_megatrons_own_optimizer(gpu: None, case: Any, distributed: bool) -> None:
     config = OptimizerConfig(kind="megatron", distributed=distributed, lr=1e-3, clip_grad=1.0)
     weights, figures, scores = [], [], []
     for _ in range(2):
@@ -334,13 +290,13 @@ def test_megatrons_own_optimizer(gpu: None, case: Case, distributed: bool) -> No
     assert moved.mean() < 1e-4, "two Adams of one gradient"
 
 
-def test_a_profile_of_another_device_is_refused(gpu: None, case: Case, tiny: Any) -> None:
+def test_a_profile_of_another_device_is_refused(gpu: None, case: Any, tiny: Any) -> None:
     profile = tiny.tiny_profile(case.config, leaves=2)
     with pytest.raises(ContractError, match="arch='cpu', the trainer runs on cuda:0"):
         build_model(case.config, profile, ParallelConfig())
 
 
-def test_a_nan_weight_is_refused_before_the_step(case: Case, tiny: Any, tmp_path: Path) -> None:
+def test_a_nan_weight_is_refused_before_the_step(case: Any, tiny: Any, tmp_path: Path) -> None:
     topology.stop()
     path = tiny.write_folder(tmp_path / "model", case.config, case.tensors)
     trainer = TrainerRank(
@@ -360,71 +316,3 @@ def test_a_nan_weight_is_refused_before_the_step(case: Case, tiny: Any, tmp_path
     changed = [n for (n, p), b in zip(trainer.model.named_parameters(), before) if not torch.equal(p, b)]
     assert changed == ["decoder.final_layernorm.weight"]
     trainer.close()
-
-
-WORLDS = [(2, 1), (1, 2), (2, 2)]
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("worlds")
-    case = Case(tiny, num_hidden_layers=2)
-    path = tiny.write_folder(folder / "model", case.config, case.tensors)
-    job: dict[str, Any] = {
-        "trainer": {
-            "hf_path": path,
-            "profile": case.profile,
-            "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0),
-            "loss": LossConfig(kl_coef=0.05),
-            "device": "cuda:0",
-            "share_gpu": True,
-        },
-        "samples": case.samples,
-        "advantages": [1.0, -0.5, 2.0, 0.3, -1.25, 0.7, -0.1],
-        "budgets": (1000,),
-        "steps": 2,
-        "export": True,
-    }
-    found = {}
-    for tp, cp in [(1, 1), *WORLDS]:
-        cut = job | {"trainer": job["trainer"] | {"parallel": ParallelConfig(tp=tp, cp=cp)}}
-        cases = {"strict": cut}
-        if (tp, cp) in ((1, 1), (2, 2)):
-            cases["native"] = cut | {"trainer": cut["trainer"] | {"mode": "native"}}
-        found[tp, cp] = tiny.run_world(folder / f"tp{tp}cp{cp}", tp * cp, cases)
-    return found
-
-
-def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
-    return len(a) == len(b) and all(np.array_equal(x.view(np.int32), y.view(np.int32)) for x, y in zip(a, b))
-
-
-@pytest.mark.parametrize(("tp", "cp"), WORLDS)
-def test_layout_every_world_scores_as_one_rank(worlds: Any, tp: int, cp: int) -> None:
-    one = worlds[1, 1][0]["strict"]
-    for rank in worlds[tp, cp]:
-        got = rank["strict"]
-        assert got["report"]["device"] == "cuda:0"
-        assert set(got["report"]["transports"].values()) == {"staged-shared_memory"}
-        assert equal(got["scores"], one["scores"])
-        assert equal(got["warm"], one["warm"])
-        assert equal(got["budgets"][1000], one["scores"])
-        assert equal(got["steps"][0]["logprobs"], one["scores"])
-        assert got["steps"][0]["ratio_mean"] == 1.0
-
-
-@pytest.mark.parametrize(("tp", "cp"), WORLDS)
-def test_layout_every_world_trains_the_weights_of_one_rank(worlds: Any, tp: int, cp: int) -> None:
-    one, world = worlds[1, 1][0]["strict"], worlds[tp, cp]
-    for rank in world:
-        for a, b in zip(one["steps"], rank["strict"]["steps"]):
-            assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
-            assert equal(a["logprobs"], b["logprobs"])
-    assert all(torch.equal(t, world[0]["strict"]["weights"][n]) for n, t in one["weights"].items())
-
-
-def test_native_world_is_near_one_rank(worlds: Any) -> None:
-    one, four = worlds[1, 1][0]["native"], worlds[2, 2][0]["native"]
-    gap = np.concatenate(one["scores"]) - np.concatenate(four["scores"])
-    assert 0 < np.abs(gap).mean() < 0.02
-    assert four["steps"][0]["grad_norm"] == pytest.approx(one["steps"][0]["grad_norm"], rel=0.05)

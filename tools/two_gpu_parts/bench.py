@@ -1,0 +1,37 @@
+"""A training step on two GPUs, TP2 and CP2, strict beside native; Qwen3-8B's dimensions with 4 layers."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+TOKENS, LAYERS = 8192, 4
+
+
+def run(rank: int, folder: str, budget: float) -> dict[str, Any]:
+    from benches import train
+
+    from rl_megatron import ParallelConfig, topology
+
+    end = time.monotonic() + budget - 12
+    found: dict[str, Any] = {}
+    for name, tp, cp in (("TP2", 2, 1), ("CP2", 1, 2)):
+        parallel = ParallelConfig(tp=tp, cp=cp)
+        topology.start(rank, parallel, f"file://{folder}/{name}", device="cuda")
+        times = {}
+        for mode in ("native", "strict"):
+            topology.agree({"rounds": 4})
+            times[mode] = train.Arm(mode, LAYERS, leaves=2, parallel=parallel).measure(TOKENS, rounds=3)
+            train.free()
+        topology.stop()
+        if rank == 0:
+            found[name] = {m: {k: round(v, 2) for k, v in t.items()} for m, t in times.items()}
+            found[f"{name} training step against native >= 0.93"] = round(
+                times["native"]["step"] / times["strict"]["step"], 3
+            )
+            print(found, flush=True)
+        if time.monotonic() > end:
+            break
+    return found
