@@ -111,7 +111,7 @@ def check_graphs(rank: int, comm: Any) -> int:
         comm.all_reduce(held, out_dtype=torch.bfloat16)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             first = comm.all_reduce(held, out_dtype=torch.bfloat16)
             # the second call needs the first one's result, so a stream that ran ahead would show
             second = comm.all_reduce(first.float() + held, out_dtype=torch.bfloat16)
@@ -136,7 +136,7 @@ def timed(call: Callable[[], Any], repeat: int = 20) -> float:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(repeat):
             call()
     samples = []

@@ -1,6 +1,6 @@
 """A test world: ``world_worker.py FOLDER WORLD`` runs FOLDER/job.pkl on WORLD ranks, each writes FOLDER/out{rank}.pkl.
 
-The ranks are forked after the imports, which take far longer than a case. A job maps case names to
+The ranks are forked after the imports, which take far longer than a case; on a GPU each starts afresh. A job maps case names to
 ``{"trainer": TrainerRank arguments, "samples", "advantages", "budgets", "steps", "export"}``.
 """
 
@@ -61,7 +61,10 @@ def run_rank(folder: Path, rank: int) -> None:
 
 def main() -> int:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    context = multiprocessing.get_context("fork")
+    job = pickle.loads((folder / "job.pkl").read_bytes())
+    on_gpu = any(case["trainer"].get("device", "cpu") != "cpu" for case in job.values())
+    # an import may have asked for GPUs, after which a fork can't use them
+    context = multiprocessing.get_context("spawn" if on_gpu else "fork")
     ranks = [context.Process(target=run_rank, args=(folder, rank)) for rank in range(world)]
     for process in ranks:
         process.start()
