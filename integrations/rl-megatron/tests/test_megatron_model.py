@@ -12,7 +12,7 @@ import torch
 
 import rl_attn
 import rl_gemm
-from rl_contract import ContractError
+from rl_contract import ContractError, MissingSupport
 from rl_megatron import (
     LossConfig,
     ModelConfig,
@@ -354,6 +354,22 @@ BAD_CONFIGS = [
 def test_unsupported_config_is_refused_by_name(tiny: Any, overrides: dict[str, Any], named: str) -> None:
     with pytest.raises(ContractError, match=named):
         ModelConfig.from_hf(tiny.tiny_config(**overrides))
+
+
+def test_recomputation_is_refused_where_megatron_cannot(one_rank: None, tiny: Any) -> None:
+    config = tiny.tiny_config()
+    profile = tiny.tiny_profile(config)
+    with pytest.raises(MissingSupport, match="recompute='full' on a CPU"):
+        build_model(config, profile, ParallelConfig(), recompute="full")
+    for recompute, modules in (("selective", ("layernorm",)), ("half", ("mlp",)), ("selective", ())):
+        with pytest.raises(ContractError, match=r"'selective' of some of \('core_attn', 'mlp'\)"):
+            build_model(config, profile, ParallelConfig(), recompute=recompute, recompute_modules=modules)
+
+
+def test_a_profile_of_a_gpu_is_refused_on_a_cpu(one_rank: None, tiny: Any) -> None:
+    config = tiny.tiny_config()
+    with pytest.raises(ContractError, match=r"arch='sm90', the trainer runs on cpu \(cpu\)"):
+        build_model(config, tiny.tiny_profile(config, arch="sm90", vocab_tile=512), ParallelConfig())
 
 
 def test_every_bad_cut_is_listed_at_once(tiny: Any) -> None:

@@ -1,12 +1,24 @@
 """The loss against plain torch, AdamW against torch's, and both against layout; the CPU answers come and go."""
 
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from rl_contract import ContractError
-from rl_megatron import LossConfig, cpu_device, group_advantages, grpo_loss
+from rl_contract import ContractError, MissingSupport
+from rl_megatron import (
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    cpu_device,
+    group_advantages,
+    grpo_loss,
+    topology,
+)
 from rl_megatron.loss import exp_f64, fixed_sum, tree_total
 from rl_megatron.optimizer import _adamw, _Cut, _square_sums, _State
 
@@ -158,3 +170,51 @@ def test_cpu_answers_are_undone_also_after_an_error() -> None:
     with pytest.raises(ArithmeticError):
         failing()
     assert torch.cuda.current_device is before
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "words"),
+    [
+        ("tpu", ContractError, "device='tpu'; supported: 'cpu', 'cuda', 'cuda:N'"),
+        ("mps", ContractError, "device='mps'; supported"),
+        ("cuda:99", MissingSupport, "cuda:99"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(device: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        topology.start(0, ParallelConfig(), "file:///nowhere/init", device=device)
+
+
+def test_optimizer_kinds_are_named() -> None:
+    with pytest.raises(ContractError, match="kind 'strict' or 'megatron'"):
+        OptimizerConfig(kind="apex")  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="distributed=True only with 'megatron'"):
+        OptimizerConfig(distributed=True)
+
+
+DIFFERING = """
+import sys
+from rl_contract import ContractError
+from rl_megatron import ParallelConfig, topology
+
+rank = int(sys.argv[1])
+topology.start(rank, ParallelConfig(tp=2), "file://" + sys.argv[2])
+topology.agree({"profile": "a", "parallel": ParallelConfig(tp=2)})
+try:
+    topology.agree({"profile": "ab"[rank], "dtype": "bfloat16"})
+except ContractError as error:
+    print(error)
+topology.stop()
+"""
+
+
+@pytest.mark.engine
+def test_a_rank_of_another_profile_is_named_on_every_rank(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", DIFFERING]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "init")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        said = process.communicate(timeout=120)[0]
+        assert "rank 1 has profile='b', rank 0 'a'" in said

@@ -1,7 +1,7 @@
 """A test world: ``world_worker.py FOLDER WORLD`` runs FOLDER/job.pkl on WORLD ranks, each writes FOLDER/out{rank}.pkl.
 
-The ranks are forked after the imports, which take far longer than a case; on a GPU each starts afresh. A job maps case names to
-``{"trainer": TrainerRank arguments, "samples", "advantages", "budgets", "steps", "export"}``.
+The ranks are forked after the imports, which take far longer than a case; on a GPU each starts afresh. A job maps case
+names to ``{"trainer": TrainerRank arguments, "samples", "advantages", "budgets", "steps", "export"}``.
 """
 
 import multiprocessing

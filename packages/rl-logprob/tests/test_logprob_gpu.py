@@ -9,7 +9,7 @@ import torch
 
 import rl_gemm
 import rl_logprob as lp
-from rl_contract import ContractError, launches, reset_launches
+from rl_contract import ContractError, TokenShards, launches, reset_launches
 from rl_contract.testing import on_ranks
 from rl_logprob import gpu, linear_gpu, plans
 
@@ -54,6 +54,29 @@ def grads(h, w, targets, comm=None, *, g, main=False, **kw):
 def poisoned():
     junk = [torch.full((size,), float("nan"), device="cuda") for size in (1 << 10, 1 << 16, 1 << 20, 1 << 24)]
     del junk
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"])
+def test_layout_tokens_on_several_ranks_give_the_weight_gradient_of_one(temperature):
+    """Context parallel ranks, one without a scored row; at temperature 1 no rank holds a row of temperatures."""
+    h, w, targets = make(700, 256, 5000, padded=8192)
+    g = torch.randn(2, 700, device="cuda")
+    rows = torch.rand(700, device="cuda") + 0.5
+    places = torch.arange(700).tensor_split([0, 1, 444])
+
+    def gradients(mine, comm):
+        here = mine.cuda()
+        heat = rows[here] if temperature == "rows" else temperature
+        shards = None if comm is None else TokenShards(comm, places)
+        found = grads(
+            h[here], w, targets[here], g=g[:, here], main=True, vocab_size=5000, temperature=heat, tokens=shards
+        )
+        return found[2:]
+
+    dh, dw = gradients(torch.arange(700), None)
+    ranks = on_ranks(4, lambda comm: gradients(places[comm.rank], comm))
+    assert same(torch.cat([got[0] for got in ranks]), dh)
+    assert all(same(got[1], dw) for got in ranks)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"])

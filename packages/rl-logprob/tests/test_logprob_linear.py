@@ -273,6 +273,7 @@ def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(worl
         if main_grad:
             weight.main_grad = held.clone()
         options = {"vocab_size": 1100, "vocab_tile": 64, "return_entropy": True, "tokens": shards}
+        options["temperature"] = torch.full((len(mine),), 0.7) if main_grad else 0.7
         options["support"] = support[mine] if kept else None
         logp, entropy = lp.linear_logprob(x, weight, targets[mine], **options)
         (logp * grads[0, mine] + entropy * grads[1, mine]).sum().backward()

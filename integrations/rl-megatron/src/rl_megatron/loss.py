@@ -109,7 +109,9 @@ def grpo_loss(
         kl = _Exp.apply(gap) - gap - 1.0
         if config.kl_coef > 0:
             terms = terms + config.kl_coef * kl
-    value = _FixedSum.apply(terms) / max(denominator, 1.0)
+    total = _FixedSum.apply(terms)
+    # a GPU would multiply by a number's reciprocal; a tensor it divides by
+    value = total / torch.full_like(total, max(denominator, 1.0))
     return Loss(
         value=value,
         valid_count=valid.numel(),

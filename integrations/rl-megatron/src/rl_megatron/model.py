@@ -19,8 +19,8 @@ from rl_megatron.cpu_device import cpu_device, device
 
 Mode = Literal["strict", "native"]
 Recompute = Literal["none", "full", "selective"]
-# what Megatron can compute again in a dense layer
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+# what Megatron can compute again in a dense layer; its "layernorm" needs TransformerEngine
+RECOMPUTE_MODULES = ("core_attn", "mlp")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -50,7 +50,7 @@ def build_model(
     Args:
         mode: ``strict`` uses the strict operators, ``native`` Megatron's own.
         recompute: which activations the backward computes again: ``none``, ``full`` (every layer from its input) or
-            ``selective`` (``recompute_modules``, of ``core_attn``, ``layernorm``, ``mlp``). Bits stay as they are.
+            ``selective`` (``recompute_modules``, of ``core_attn`` and ``mlp``). Bits stay as they are.
 
     Raises:
         ContractError: an unsupported config, cut or profile, all problems at once, before anything is allocated.

@@ -17,7 +17,7 @@ from rl_contract.communicator import dim_problem, sum_problem
 
 TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
 # size of the fp32 partial from which on two steps are taken, by device
-TWO_SHOT_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
+TWO_SHOT_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 _IDENTITY_BYTES = 1024
 
 _live: "weakref.WeakValueDictionary[int, TreeCommunicator]" = weakref.WeakValueDictionary()

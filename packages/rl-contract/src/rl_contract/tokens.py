@@ -43,6 +43,11 @@ class TokenShards:
                 f"TokenShards got places {every[every >= 0].sort().values.tolist()[:8]}...; needs each of 0 to T-1 once"
             )
 
+    @property
+    def total(self) -> int:
+        """T, the tokens of all ranks without padding."""
+        return len(self.order)
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows ``[n_r, ...]`` -> all tokens' rows ``[T, ...]`` in packed order. Moves bytes.
 

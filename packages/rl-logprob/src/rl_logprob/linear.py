@@ -158,7 +158,7 @@ def linear_logprob(
     room = 0 if not grad or not hidden.is_cuda else gpu.room(len(hidden)) if keep_logits == "auto" else keep_logits
     logp, entropy, rescued = _LinearLogprob.apply(
         hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, tokens,
-        support, return_rescued,
+        support, return_rescued, temperature if _by_row(temperature) else float(temperature),
     )  # fmt: skip
     found: tuple[Tensor, ...] = (logp, entropy) if return_entropy else (logp,)
     found += (rescued,) if return_rescued else ()
@@ -188,6 +188,10 @@ def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, wor
         )
 
 
+def _by_row(temperature: float | Tensor) -> bool:
+    return isinstance(temperature, Tensor) and temperature.dim() > 0
+
+
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -206,7 +210,9 @@ class _LinearLogprob(torch.autograd.Function):
         tokens: TokenShards | None,
         support: Support | None,
         with_rescued: bool,
+        given_temperature: float | Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.temperature = None if isinstance(given_temperature, Tensor) else given_temperature
         if hidden.is_cuda:
             x, state, ctx.logits = linear_gpu.forward(
                 hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits,
@@ -247,18 +253,24 @@ class _LinearLogprob(torch.autograd.Function):
             grads = _gradients(
                 ctx, weight, *rows, support=ctx.support, needs_hidden=needs_hidden, needs_weight=needs_weight
             )
-            return *grads, *[None] * 12
+            return *grads, *[None] * 13
         dhidden = None
         if needs_hidden:
             dhidden = _gradients(ctx, weight, *rows, support=ctx.support, needs_hidden=True, needs_weight=False)[0]
         ctx.logits = None
-        every = [ctx.tokens.gather(t) for t in rows[:-1]]
+        gather = ctx.tokens.gather
+        if ctx.temperature is None:
+            every_temperature = gather(temperature)
+        else:
+            # one number for all tokens, of which a GPU keeps no row where it is 1
+            every_temperature = row_temperature(ctx.temperature, ctx.tokens.total, hidden.device)
+        every = [gather(hidden), gather(targets), every_temperature, gather(state), gather(rows[4])]
         every.append(ctx.tokens.gather(rows[-1]) if ctx.with_entropy else dentropy)
         support = None
         if threshold is not None and last_id is not None:
             support = SupportKey(ctx.tokens.gather(threshold), ctx.tokens.gather(last_id))
         dweight = _gradients(ctx, weight, *every, support=support, needs_hidden=False, needs_weight=True)[1]
-        return dhidden, dweight, *[None] * 12
+        return dhidden, dweight, *[None] * 13
 
 
 def _gradients(
