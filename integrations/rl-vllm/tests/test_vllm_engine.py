@@ -1,6 +1,7 @@
 """Promises of a strict engine, on real vLLM: batch, phase, layout, pushed weights, refusals, reports."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,6 +182,22 @@ def test_layout_tp2_in_chunks_of_64_equals_tp1(checkpoint, profile, cold, tmp_pa
         assert_same(generate(llm, PROMPTS, PARAMS), cold[0])
         with pytest.raises(Exception, match="temperature"):
             raw_generate(llm, [PROMPTS[2]], [sampled(1, temperature=0.7, prompt_logprobs=0)])
+
+
+@pytest.mark.field_report("R54")
+@pytest.mark.skipif(not shutil.which("g++"), reason="vLLM's compiler needs g++ here")
+def test_graph_layers_compiled_by_vllm_equal_the_operators(checkpoint, profile, cold, monkeypatch):
+    """What a GPU engine does by default, and a CPU engine must be talked into: one compiled graph of the model."""
+    from rl_vllm import platform
+
+    fields = {name: value for name, value in platform.CPU.fields.items() if name != "enforce_eager"}
+    monkeypatch.setattr(platform, "CPU", replace(platform.CPU, fields=fields))
+    with engine(profile, checkpoint, max_num_batched_tokens=512, max_num_seqs=16) as llm:
+        rl_vllm.reset_launches(llm)
+        assert_same(generate(llm, PROMPTS, PARAMS), cold[0])
+        (report,) = rl_vllm.assert_strict(llm, profile)
+    assert report["compilation"]["mode"] == "DYNAMO_TRACE_ONCE"
+    assert report["compilation"]["passes_on"] == []
 
 
 def test_phase_preempted_in_chunks_of_7_equals_undisturbed(checkpoint, profile, cold):

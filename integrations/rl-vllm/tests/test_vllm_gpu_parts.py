@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_checkpoint import tiny_config
+from tiny_checkpoint import tiny_config, tiny_weights
 
 import rl_vllm
 from rl_contract import ContractError, Launch, build_profile, record_launch, reset_launches
@@ -442,6 +442,33 @@ def test_engine_that_slept_its_weights_away_serves_only_after_a_push(worker):
     assert made.rl_finish() == {}
     made.execute_model(schedule)
     assert made._rl_sampled.counts() == {"a": 1}
+
+
+def test_audited_push_on_0_24_loads_on_the_device_through_the_workers_reload(tmp_path):
+    from rl_vllm.transfer import UpdateInfo, VimeSyncTransferEngine
+    from vime_sync import Manifest, ModelShape, PolicyVersion, write_weights
+
+    tensors = tiny_weights(CONFIG)
+    manifest = Manifest.from_tensors(tensors)
+    version = PolicyVersion("run", 1, manifest.digest)
+    path = write_weights(tmp_path / "push", tensors, version, manifest)
+    engine = VimeSyncTransferEngine.__new__(VimeSyncTransferEngine)
+    engine.parallel_config = SimpleNamespace(tensor_parallel_size=1, rank=0)
+    engine.received = {}
+    hf_config = SimpleNamespace(to_dict=lambda: dict(CONFIG))
+    model_config = SimpleNamespace(hf_config=hf_config, dtype=torch.bfloat16)
+    engine.bind(SimpleNamespace(model_config=model_config, quant_config=None))
+    seen = []
+    # the device of the worker, as it calls this
+    with torch.device("meta"):
+        engine.receive_weights(
+            UpdateInfo(path=str(path), version=str(version)),
+            load_weights=lambda pairs: seen.append((torch.get_default_device().type, dict(pairs))),
+        )
+    ((device, loaded),) = seen
+    assert device == "meta"
+    assert all(torch.equal(loaded[name].view(torch.int16), w.view(torch.int16)) for name, w in tensors.items())
+    assert set(engine.received["sha256"]) == {name for name, _ in ModelShape.from_hf_config(CONFIG).hf_shapes()}
 
 
 # preflight

@@ -72,17 +72,19 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ContractError: a missing, unknown, mis-shaped, mistyped or nonfinite tensor; nothing is written then.
         """
         expected = vime_sync.PolicyVersion.parse(update_info.version) if update_info.version else None
-        # vLLM 0.24 calls this inside a context that makes new tensors on the device
+        # vLLM 0.24 calls this inside a context that makes new tensors on the device: right for its loaders alone
+        outer = torch.get_default_device()
         with torch.device("cpu"), vime_sync.read_weights(Path(update_info.path), expected) as weights:
             vime_sync.layout.check_hf(weights, self.shape)
             self._check_types(weights)
             if profile_of(self.vllm_config) is not None:
                 self._copy(vime_sync.vllm_shards(weights, self.shape, self.tp_rank, self.tp))
             else:
-                if load_weights is None:
-                    self._reload(weights)
-                else:
-                    load_weights(list(weights.items()))
+                with torch.device(outer):
+                    if load_weights is None:
+                        self._reload(weights)
+                    else:
+                        load_weights(list(weights.items()))
                 shards = vime_sync.vllm_shards(weights, self.shape, self.tp_rank, self.tp)
                 self.received = {weights.algorithm: vime_sync.digests(weights.algorithm, shards)}
         self._loaded = True
