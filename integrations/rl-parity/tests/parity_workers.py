@@ -70,7 +70,7 @@ class FakeTrainer:
         self.calls.append("rest")
 
     def memory(self):
-        return {"allocated_gib": 1.5, "reserved_gib": 2.0} if self.kwargs["device"] == "cuda" else {}
+        return {"peak_gib": 1.5, "reserved_gib": 2.0} if self.kwargs["device"] == "cuda" else {}
 
     def score(self, sequences, temperature):
         values = [logprob(tokens) for _, tokens in sequences]

@@ -263,7 +263,7 @@ def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(t
         "trainers": ["GPU-000"],
         "engines": [["GPU-000"]],
     }
-    assert directory.steps("strict")[0]["memory"]["trainers"] == [{"allocated_gib": 1.5, "reserved_gib": 2.0}]
+    assert directory.steps("strict")[0]["memory"]["trainers"] == [{"peak_gib": 1.5, "reserved_gib": 2.0}]
     weights = directory.evidence("strict")["weights"]
     assert weights["transport"] == "host"
     assert [p["step"] for p in weights["sha256_proofs"]] == [0, 1]

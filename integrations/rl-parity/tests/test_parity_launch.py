@@ -28,13 +28,20 @@ def launcher(request, tmp_path, monkeypatch):
 
 
 def echo(launcher, name="w", **kwargs):
-    return launcher.start(name, "parity_fakes:Echo", env={"RL_TEST_NAME": name}, kwargs=kwargs)
+    return launcher.start(
+        name,
+        "parity_fakes:Echo",
+        env={"RL_TEST_NAME": name, "CUDA_VISIBLE_DEVICES": f"{kwargs.get('value', 0)},0"},
+        kwargs=kwargs,
+    )
 
 
 def test_workers_answer_in_order_and_see_only_their_own_environment(launcher):
     a, b = echo(launcher, "a", value=1), echo(launcher, "b", value=2)
     assert wait_all(launcher, [w.call("add", 10) for w in (a, b, a)], 60) == [11, 12, 11]
     assert wait_all(launcher, [a.call("env", "RL_TEST_NAME"), b.call("env", "RL_TEST_NAME")], 60) == ["a", "b"]
+    # a GPU worker sees its own GPUs: Ray leaves what it did not hand out alone
+    assert wait_all(launcher, [w.call("env", "CUDA_VISIBLE_DEVICES") for w in (a, b)], 60) == ["1,0", "2,0"]
     with pytest.raises(WorkerFailure, match="asked to fail"):
         a.call("boom").result(60)
     assert a.call("add", 1).result(60) == 2

@@ -159,7 +159,10 @@ def test_a_run_on_gpus_says_where_each_rank_ran_how_weights_went_and_in_which_si
         "0 engines differ",
         "The run&#x27;s 2 sittings".replace("&#x27;", "'"),
         "strict 1",
-        "peak GPU memory of a trainer rank, GiB",
+        "peak GPU memory of a trainer rank's tensors, GiB",
+        "peak GPU memory of an engine worker's tensors, GiB",
+        "FULL_AND_PIECEWISE",
+        '<td class="n">612</td>',
         "<td>replay</td>",
     ):
         assert text in page, text

@@ -177,7 +177,10 @@ class Arm:
         if verdict.not_compared is None:
             verdict.metrics = metrics.step_metrics(samples)
             verdict.mean_abs_diff = verdict.metrics.pop("mean_abs_diff")
-        memory = fleet.all(fleet.trainers, "memory")
+        memory = {
+            "trainers": fleet.all(fleet.trainers, "memory"),
+            "engines": [report.get("memory", {}) for report in reports],
+        }
         return {
             "step": step,
             "weight_version": pushed["version"],
@@ -194,7 +197,7 @@ class Arm:
             "tokens": int(samples.tokens.size),
             "finished": sum(out["finish"] == "stop" for out in outputs),
             "seconds": clock.seconds,
-            **({"memory": {"trainers": memory}} if any(memory) else {}),
+            **({"memory": memory} if any(memory["trainers"]) else {}),
         }
 
     def _restore(self, fleet: Fleet, saved: Saved) -> None:

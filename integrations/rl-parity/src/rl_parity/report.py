@@ -59,6 +59,7 @@ def render(run: RunDirectory) -> str:
         _section(run, (MANIFEST, "ARM/evidence.json"), lambda: report_run.topology(manifest, evidence)),
         _section(run, (MANIFEST,), lambda: report_run.sittings(manifest)),
         _section(run, ("ARM/evidence.json",), lambda: _evidence(evidence)),
+        _section(run, ("ARM/evidence.json",), lambda: report_run.graphs(evidence)),
         _section(run, (MANIFEST, "ARM/steps.jsonl"), lambda: report_run.phases(manifest, steps)),
         _section(run, (MANIFEST, "strict/evidence.json"), lambda: _contracts(manifest, strict)),
         _section(run, (MANIFEST,), lambda: _provenance(manifest)),

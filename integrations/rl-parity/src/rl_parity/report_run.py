@@ -112,10 +112,11 @@ def phases(manifest: Mapping[str, Any], steps: Mapping[str, Sequence[Mapping[str
     whole = "".join(f'<td class="n"><b>{_mean([_total(s) for s in kept[arm]]):.3f}</b></td>' for arm in arms)
     tokens = "".join(f'<td class="n">{number(round(_mean([s["tokens"] for s in kept[arm]])))}</td>' for arm in arms)
     rows += [f"<tr><td>whole step</td>{whole}</tr>", f"<tr><td>sampled tokens a step</td>{tokens}</tr>"]
-    peaks = {arm: max((m["allocated_gib"] for s in steps[arm] for m in _memory(s)), default=None) for arm in arms}
-    if any(peaks.values()):
-        cells = "".join(f'<td class="n">{number(peaks[arm])}</td>' for arm in arms)
-        rows.append(f"<tr><td>peak GPU memory of a trainer rank, GiB</td>{cells}</tr>")
+    for side, who in (("trainers", "a trainer rank"), ("engines", "an engine worker")):
+        peaks = {arm: max((m["peak_gib"] for s in steps[arm] for m in _memory(s, side)), default=None) for arm in arms}
+        if any(peaks.values()):
+            cells = "".join(f'<td class="n">{number(peaks[arm])}</td>' for arm in arms)
+            rows.append(f"<tr><td>peak GPU memory of {who}'s tensors, GiB</td>{cells}</tr>")
     head = "".join(f'<th class="n">{arm}</th>' for arm in arms)
     first = any(len(kept[arm]) < len(steps[arm]) for arm in arms)
     return (
@@ -142,8 +143,8 @@ def _drawn(steps: Mapping[str, Sequence[Mapping[str, Any]]], arm: str) -> str:
     )
 
 
-def _memory(step: Mapping[str, Any]) -> Sequence[Mapping[str, float]]:
-    found: Sequence[Mapping[str, float]] = step.get("memory", {}).get("trainers", [])
+def _memory(step: Mapping[str, Any], side: str) -> Sequence[Mapping[str, float]]:
+    found: Sequence[Mapping[str, float]] = step.get("memory", {}).get(side, [])
     return [m for m in found if m]
 
 
@@ -159,6 +160,28 @@ def _total(step: Mapping[str, Any]) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def graphs(evidence: Mapping[str, Mapping[str, Any]]) -> str:
+    """How each engine worker was compiled, and the CUDA graphs it captured and replayed; empty on a CPU."""
+    rows = []
+    for arm, data in reversed(list(evidence.items())):
+        for name, report in sorted(data.get("reports", {}).items()):
+            found, compiled = report.get("graphs"), report.get("compilation", {})
+            if found and (found["captures"] or found["replays"]):
+                words = (arm, name, compiled.get("mode", "–"), compiled.get("graphs", "–"))
+                counts = (found["captures"], found["replays"], report.get("forwards"))
+                cells = [f"<td>{escape(str(word))}</td>" for word in words]
+                cells += [f'<td class="n">{number(count)}</td>' for count in counts]
+                rows.append(f"<tr>{''.join(cells)}</tr>")
+    if not rows:
+        return ""
+    return (
+        '<h2>CUDA graphs</h2><div class="scroll"><table><tr><th>arm</th><th>worker</th><th>compilation</th>'
+        '<th>graphs</th><th class="n">captures</th><th class="n">replays</th><th class="n">forward passes</th></tr>'
+        f'{"".join(rows)}</table></div><p class="note">Counted in the workers. Launches recorded by a capture are '
+        "counted at each of its replays, in phase replay above.</p>"
+    )
 
 
 def sittings(manifest: Mapping[str, Any]) -> str:

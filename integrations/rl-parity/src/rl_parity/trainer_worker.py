@@ -132,7 +132,7 @@ class TrainerWorker:
         if self._device != "cuda":
             return {}
         peak = {
-            "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
             "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3),
         }
         torch.cuda.reset_peak_memory_stats()

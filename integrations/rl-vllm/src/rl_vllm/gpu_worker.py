@@ -44,7 +44,10 @@ class ReportingGPUWorker(Reporting, Worker):
         self._rl_trace = f"{path}.{self.rank}"
 
     def rl_report(self) -> dict[str, Any]:
-        return super().rl_report() | {"graphs": graphs.summary()}
+        # since the last report; what graphs and CUDA itself hold is no tensor's
+        memory = {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3)}
+        torch.cuda.reset_peak_memory_stats()
+        return super().rl_report() | {"graphs": graphs.summary(), "memory": memory}
 
     def rl_launches(self) -> list[dict[str, Any]]:
         return [*super().rl_launches(), *graphs.replayed()]
