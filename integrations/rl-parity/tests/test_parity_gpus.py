@@ -29,7 +29,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(gpus, "_query", lambda: text)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(preflight_cuda.torch.version, "cuda", "13.0")
-        monkeypatch.setattr(preflight_cuda, "missing_engine_hooks", lambda: None)
+        monkeypatch.setattr(preflight_cuda, "_ASK_HOOKS", "print('missing:')")
         monkeypatch.setattr(preflight_cuda, "environment", lambda: CERTIFIED if certificates else {"device": "other"})
         memory = preflight.psutil.virtual_memory()
         monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: memory._replace(available=64 * GIB))
@@ -154,7 +154,7 @@ def test_a_machine_without_the_certificates_environment_is_noted_not_refused(tmp
 def test_everything_wrong_with_the_gpus_is_listed_at_once(tmp_path, machine, monkeypatch, capsys):
     machine(smi(1, free=90000))
     monkeypatch.setattr(preflight_cuda.torch.version, "cuda", None)
-    monkeypatch.setattr(preflight_cuda, "missing_engine_hooks", lambda: "this vLLM lacks vllm.x.y, which ...")
+    monkeypatch.setattr(preflight_cuda, "_ASK_HOOKS", "print('missing:vllm.x.y')")
     c = config(tmp_path, placement="split", lr=-1.0, gpu_memory_utilization=0.99, model="random:qwen3-0.6b")
     found = "\n".join(preflight.check(c))
     words = ["build without CUDA", "needs 2 GPU(s)", "vllm.x.y", "--lr -1.0", "0.05 to 0.95", "--reward exact"]
@@ -211,15 +211,21 @@ def test_a_machine_without_a_driver_is_refused_by_name(tmp_path, monkeypatch):
     assert any("nvidia-smi lists no GPU" in v for v in preflight.check(config(tmp_path)))
 
 
-def test_the_hooks_of_the_installed_vllm_are_asked_for_in_another_process(monkeypatch):
-    monkeypatch.setattr(preflight_cuda, "_ASK_HOOKS", "print('noise'); print('missing:a.b, c.d')")
-    assert preflight_cuda.missing_engine_hooks() == (
+def test_the_installed_engines_are_asked_in_another_process_that_never_outlives_the_preflight(monkeypatch):
+    def answer(program, patience=60.0):
+        monkeypatch.setattr(preflight_cuda, "_ASK_HOOKS", program)
+        monkeypatch.setattr(preflight_cuda, "_HOOKS_SECONDS", patience)
+        with preflight_cuda.EngineQuestion() as question:
+            out = question.answer()
+        assert question._process.poll() is not None
+        return out
+
+    assert answer("print('noise'); print('missing:a.b, c.d')") == [
         "this vLLM lacks a.b, c.d, which strict mode needs; install a supported version"
-    )
-    monkeypatch.setattr(preflight_cuda, "_ASK_HOOKS", "print('missing:')")
-    assert preflight_cuda.missing_engine_hooks() is None
-    monkeypatch.setattr(preflight_cuda, "_ASK_HOOKS", "import no_such_module")
-    assert "no_such_module" in preflight_cuda.missing_engine_hooks()
+    ]
+    assert answer("print('missing:')") == []
+    assert "no_such_module" in answer("import no_such_module")[0]
+    assert "did not import within 0 s" in answer("import time; time.sleep(60)", 0.2)[0]
 
 
 @pytest.fixture

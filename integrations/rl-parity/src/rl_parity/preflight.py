@@ -3,7 +3,7 @@
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -76,14 +76,20 @@ def check(config: RunConfig, *, new_run: bool = True) -> list[str]:
     Args:
         new_run: also check that ``config.out`` can take a new run.
     """
-    checks: list[Callable[[RunConfig], Iterator[str]]] = [_options, _sampling, _packages, _machine, _disk, _model]
-    if config.device == "cuda":
-        checks.insert(3, _gpus)
-    found = [violation for one in checks for violation in _guarded(one, config)]
+    if config.device != "cuda":
+        found = _checked(config, [_options, _sampling, _packages, _machine, _disk, _model])
+    else:
+        with preflight_cuda.EngineQuestion() as engines:
+            found = _checked(config, [_options, _sampling, _packages, _gpus, _machine, _disk, _model])
+            found += engines.answer()
     if new_run:
         refusal = RunDirectory.refusal(config.out) if config.out.strip() else None
         found += [refusal] if refusal else []
     return list(dict.fromkeys(found))
+
+
+def _checked(config: RunConfig, checks: Sequence[Callable[[RunConfig], Iterator[str]]]) -> list[str]:
+    return [violation for one in checks for violation in _guarded(one, config)]
 
 
 def _guarded(one: Callable[[RunConfig], Iterator[str]], c: RunConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 from rl_contract import ContractError, MissingSupport
 from rl_parity.config import RunConfig
 from rl_parity.gpus import ARCHS, Gpu, visible
+from rl_parity.launch.processes import end_group
 from rl_parity.placement import GIB, engine_share, place
 
 # packages whose kernels are launched by frozen plans
@@ -73,8 +74,6 @@ def violations(c: RunConfig, weight_bytes: int) -> Iterator[str]:
                     f"GPU {gpu.index} ({gpu.name}): {gpu.free / GIB:.0f} of {gpu.memory / GIB:.0f} GiB are free; end "
                     "what else runs there, or choose others with --gpus"
                 )
-    if missing := missing_engine_hooks():
-        yield missing
 
 
 def _plans(name: str) -> Iterator[str]:
@@ -103,23 +102,41 @@ def _library(name: str) -> Iterator[str]:
         )
 
 
-def missing_engine_hooks() -> str | None:
-    """Why the installed vLLM and Megatron-core cannot be made strict, or None.
+class EngineQuestion:
+    """Whether the installed vLLM and Megatron-core can be made strict; asked in a process of its own, with ``with``.
 
-    Asked in another process, as importing vLLM may take hold of CUDA.
+    Importing vLLM takes seconds and may take hold of CUDA; meanwhile everything else is checked.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK_HOOKS], capture_output=True, text=True, timeout=_HOOKS_SECONDS, check=False
+
+    def __enter__(self) -> "EngineQuestion":
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _ASK_HOOKS],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"vLLM did not import within {_HOOKS_SECONDS:.0f} s; repair the installation"
-    answers = [line for line in done.stdout.splitlines() if line.startswith("missing:")]
-    if not answers:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"rl-vllm and rl-megatron cannot take hold of the installed engines ({last}); repair the installation"
-    missing = answers[-1].removeprefix("missing:")
-    return f"this vLLM lacks {missing}, which strict mode needs; install a supported version" if missing else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            end_group(self._process)
+
+    def answer(self) -> list[str]:
+        """The violation, if there is one."""
+        try:
+            out, err = self._process.communicate(timeout=_HOOKS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return [f"vLLM did not import within {_HOOKS_SECONDS:.0f} s; repair the installation"]
+        answers = [line for line in out.splitlines() if line.startswith("missing:")]
+        if not answers:
+            last = (err.strip().splitlines() or ["no message"])[-1]
+            return [
+                f"rl-vllm and rl-megatron cannot take hold of the installed engines ({last}); repair the installation"
+            ]
+        missing = answers[-1].removeprefix("missing:")
+        return [f"this vLLM lacks {missing}, which strict mode needs; install a supported version"] if missing else []
 
 
 def notes(c: RunConfig) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import psutil
 
@@ -14,7 +15,7 @@ from rl_parity.launch.signals import shield
 MARK = "RL_PARITY_RUN"
 
 
-def end_group(process: "subprocess.Popen[bytes]", patience: float = 5.0) -> None:
+def end_group(process: "subprocess.Popen[Any]", patience: float = 5.0) -> None:
     """SIGTERM, then SIGKILL, to a child that leads its process group."""
     for sig in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
