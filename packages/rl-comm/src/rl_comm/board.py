@@ -5,19 +5,28 @@ call is written to a board in shared memory, a rank goes ahead once it has read 
 device is touched: this costs microseconds of the host. A replayed graph makes no calls.
 """
 
+import struct
 import time
-
-import numpy as np
+import zlib
+from functools import lru_cache
 
 from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_calls
 from rl_comm.shared_memory import Shared, look, share
 
-_WORDS = HEADER_BYTES // 8
-_ROW = 32  # words a rank has for one call: the call, its number, a check over both
-_SPINS = 200
+_TAIL = struct.Struct("qq")  # the call's number, and a check over both
+_FILLED = HEADER_BYTES + _TAIL.size
+_ROW_BYTES = 256
+# a waiting rank first spins, then lets others have its core, then sleeps
+_SPINS, _YIELDS = 100, 1000
 _PAUSE_SECONDS = 2e-5
 # how often a waiting rank looks whether the peer it waits for still lives
 _LOOK_SECONDS = 2
+
+
+@lru_cache(maxsize=4096)
+def _packed(call: Call) -> tuple[bytes, int]:
+    words = struct.pack(f"{HEADER_BYTES // 8}q", *call.words())
+    return words, zlib.crc32(words)
 
 
 class Board:
@@ -26,10 +35,8 @@ class Board:
     def __init__(self, gloo: GlooMover, shared: Shared, timeout_s: float) -> None:
         self.rank, self.world_size = gloo.rank, gloo.world_size
         self._shared, self._timeout_s = shared, timeout_s
-        count = 2 * gloo.world_size * _ROW
-        self._rows = np.frombuffer(shared.memory, np.int64, count).reshape(2, gloo.world_size, _ROW)
+        self._memory = memoryview(shared.memory)
         self._number = 0
-        self._mine = np.zeros(_WORDS + 2, np.int64)
 
     def agree(self, call: Call) -> None:
         """Return once every rank is seen to make this call.
@@ -38,24 +45,32 @@ class Board:
             ContractError: on every rank, when the calls differ. RuntimeError: a peer has ended or does not come.
         """
         self._number += 1
-        words = call.words()
-        mine = [*words, self._number, _check(words, self._number)]
-        self._mine[:] = mine
-        rows = self._rows[self._number % 2]
-        rows[self.rank, : _WORDS + 2] = self._mine
-        calls = [words if peer == self.rank else self._wait(rows, peer) for peer in range(self.world_size)]
-        check_calls(calls)
+        words, check = _packed(call)
+        mine = words + _TAIL.pack(self._number, check ^ self._number)
+        self._row(self.rank)[:] = mine
+        rows = [mine if peer == self.rank else self._wait(peer, mine) for peer in range(self.world_size)]
+        if any(row != mine for row in rows):
+            check_calls([list(struct.unpack_from(f"{HEADER_BYTES // 8}q", row)) for row in rows])
 
-    def _wait(self, rows: np.ndarray, peer: int) -> list[int]:
+    def _row(self, rank: int) -> memoryview:
+        begin = (self._number % 2 * self.world_size + rank) * _ROW_BYTES
+        return self._memory[begin : begin + _FILLED]
+
+    def _wait(self, peer: int, mine: bytes) -> bytes:
+        row = self._row(peer)
         spins, started, looked = 0, 0.0, 0.0
         while True:
-            found = rows[peer, : _WORDS + 2].tolist()
-            words = found[:_WORDS]
+            found = bytes(row)
+            if found == mine:
+                return found
+            number, check = _TAIL.unpack_from(found, HEADER_BYTES)
             # the check tells a row that is still being written
-            if found[_WORDS] == self._number and found[_WORDS + 1] == _check(words, self._number):
-                return words
+            if number == self._number and check == zlib.crc32(found[:HEADER_BYTES]) ^ number:
+                return found
             spins += 1
-            if spins < _SPINS:
+            if spins < _YIELDS:
+                if spins > _SPINS:
+                    time.sleep(0)
                 continue
             time.sleep(_PAUSE_SECONDS)
             now = time.monotonic()
@@ -63,10 +78,6 @@ class Board:
             if now - looked > _LOOK_SECONDS:
                 looked = now
                 look(peer, self._shared.pids, started + self._timeout_s, self._timeout_s)
-
-
-def _check(words: list[int], number: int) -> int:
-    return (sum((i + 1) * w for i, w in enumerate(words)) + 40503 * number) & (2**62 - 1)
 
 
 class Signatures:
@@ -87,5 +98,5 @@ class Signatures:
 
 def make(gloo: GlooMover, timeout_s: float) -> Board | Signatures:
     """A board where every rank can reach one; the same kind on every rank."""
-    shared = share(gloo, 2 * gloo.world_size * _ROW * 8)
+    shared = share(gloo, 2 * gloo.world_size * _ROW_BYTES)
     return Signatures(gloo) if shared is None else Board(gloo, shared, timeout_s)
