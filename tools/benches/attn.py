@@ -1,8 +1,10 @@
-"""Attention: the strict kernels beside FlashAttention 3 (vLLM's build) and cuDNN, in turn and in one process.
+"""Attention: the strict kernels beside FlashAttention 3 and the Triton backend (vLLM's), cuDNN and FlexAttention.
 
 32 query and 8 kv heads of 128, bf16, causal. Decode and chunks read a paged cache of page size 16 in shuffled order.
 "fa3" is the library with its own split heuristic, "fa3 nosplit" the same with one split, which is what the family
-``nosplit`` serves. A ratio is peer time over strict time. GB/s count the keys and values once.
+``nosplit`` serves. "one segment" is the strict kernel itself with a segment longer than any row: what the order of
+segments costs. A ratio is peer time over strict time. GB/s count the keys and values once. What is not installed is
+left out.
 """
 
 import time
@@ -14,9 +16,13 @@ import torch
 import torch.nn.functional as F
 from benches import timing
 
+from rl_contract.profile import KEY_TILE, SEGMENT
+
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 SCALE = DIM**-0.5
-TILES = {"key_tile": 64, "segment": 512}
+TILES = {"key_tile": KEY_TILE, "segment": SEGMENT}
+PEERS = ("fa3", "fa3 nosplit", "cudnn", "vllm triton", "flex", "one segment")
+FLEX_TOKENS = 8192
 LIBRARY = Path("/tmp/_vllm_fa3_C.abi3.so")  # where the bench machine has the library without its wheel
 DECODE = (
     (1, 131072), (1, 16384), (16, 8192), (64, 8192), (256, 4096), (1, 65536), (4, 65536), (16, 32768), (64, 32768),
@@ -55,6 +61,38 @@ def _library() -> Callable[..., Any] | None:
         return None
 
 
+def _triton_backend() -> Callable[..., Any] | None:
+    """What vLLM's Triton backend launches, with the settings that backend gives it."""
+    try:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    except ImportError as error:
+        print(f"attn: no Triton backend of vLLM beside it: {error}", flush=True)
+        return None
+    most, parts = 128 // KV_HEADS, 16
+    segments = {
+        "seq_threshold_3D": most,
+        "num_par_softmax_segments": parts,
+        "softmax_segm_output": torch.empty(most, HEADS, parts, DIM, device="cuda"),
+        "softmax_segm_max": torch.empty(most, HEADS, parts, device="cuda"),
+        "softmax_segm_expsum": torch.empty(most, HEADS, parts, device="cuda"),
+    }
+
+    def call(q: Any, k: Any, v: Any, out: Any, starts: Any, rows: int, used: Any, keys: int, table: Any) -> Any:
+        return unified_attention(
+            q, k, v, out, starts, rows, used, keys, SCALE, True, (-1, -1), table, 0.0, None, None, None, **segments
+        )  # fmt: skip
+
+    return call
+
+
+def _flex(tokens: int) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device="cuda")
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, scale=SCALE, enable_gqa=True)
+
+
 def _fa3(
     fwd: Callable[..., Any], q: Any, k: Any, v: Any, starts: Any, rows: int, keys: int, splits: int, out: Any,
     key_starts: Any = None, used: Any = None, table: Any = None,
@@ -69,10 +107,11 @@ def _randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def _packed_calls(tokens: int, fwd: Any, backward: bool) -> dict[str, Callable[[int], object]]:
-    from rl_attn import gpu
+def _packed_calls(case: dict[str, Any], peers: dict[str, Any]) -> dict[str, Callable[[int], object]]:
+    from rl_attn import gpu, gpu_backward, nosplit
     from rl_attn.ops_backward import positions_of_all_keys
 
+    tokens, backward = case["tokens"], case["op"] != "prefill"
     q, k, v = _randn(tokens, HEADS, DIM), _randn(tokens, KV_HEADS, DIM), _randn(tokens, KV_HEADS, DIM)
     cu = torch.tensor([0, tokens], device="cuda")
     cu32, at = cu.int(), positions_of_all_keys(cu, tokens)
@@ -80,14 +119,14 @@ def _packed_calls(tokens: int, fwd: Any, backward: bool) -> dict[str, Callable[[
     q4, k4, v4 = (x.transpose(0, 1)[None].detach().requires_grad_(backward) for x in (q, k, v))
     grad4 = grad.transpose(0, 1)[None]
 
-    def strict(_: int) -> object:
-        o, lse = gpu.packed(q, k, v, cu, cu, at, SCALE, *TILES.values())
+    def strict(_: int, segment: int = TILES["segment"]) -> object:
+        o, lse = gpu.packed(q, k, v, cu, cu, at, SCALE, TILES["key_tile"], segment)
         if not backward:
             return o
-        delta = gpu.row_delta(grad, o)
+        delta = gpu_backward.row_delta(grad, o)
         return (
-            gpu.grad_queries(grad, q, k, v, lse, delta, cu, cu, at, SCALE),
-            gpu.grad_keys(grad, q, k, v, lse, delta, cu, cu, at, at, SCALE),
+            gpu_backward.grad_queries(grad, q, k, v, lse, delta, cu, cu, at, SCALE),
+            gpu_backward.grad_keys(grad, q, k, v, lse, delta, cu, cu, at, at, SCALE),
         )
 
     def cudnn(_: int) -> object:
@@ -95,12 +134,26 @@ def _packed_calls(tokens: int, fwd: Any, backward: bool) -> dict[str, Callable[[
             o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(o, (q4, k4, v4), grad4) if backward else o
 
-    calls = {"strict": strict, "cudnn": cudnn}
-    if fwd and not backward:
-        calls["fa3"] = lambda _: _fa3(fwd, q, k, v, cu32, tokens, tokens, 0, out, key_starts=cu32)
-        from rl_attn import nosplit
+    calls: dict[str, Callable[[int], object]] = {"strict": strict, "cudnn": cudnn}
+    # compiled anew for every shape, so for one alone
+    if tokens == FLEX_TOKENS:
+        flex = _flex(tokens)
 
-        calls["strict nosplit"] = lambda _: nosplit.packed(q, k, v, cu32, cu32, at, SCALE)
+        def flexible(_: int) -> object:
+            o = flex(q4, k4, v4)
+            return torch.autograd.grad(o, (q4, k4, v4), grad4) if backward else o
+
+        calls["flex"] = flexible
+    if not backward:
+        calls["one segment"] = lambda i: strict(i, 1 << 20)
+        if fa3 := peers["fa3"]:
+            calls["fa3"] = lambda _: _fa3(fa3, q, k, v, cu32, tokens, tokens, 0, out, key_starts=cu32)
+            calls["strict nosplit"] = lambda _: nosplit.packed(q, k, v, cu32, cu32, at, SCALE)
+        if triton_backend := peers["triton"]:
+            pages = _cache([tokens])
+            calls["vllm triton"] = lambda _: triton_backend(
+                q, *pages[:2], out, cu32, tokens, pages[3], tokens, pages[2]
+            )
     return calls
 
 
@@ -117,7 +170,7 @@ def _cache(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return cache[0], cache[1], table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
 
-def _paged_calls(rows: list[int], lengths: list[int], fwd: Any) -> dict[str, Callable[[int], object]]:
+def _paged_calls(rows: list[int], lengths: list[int], peers: dict[str, Any]) -> dict[str, Callable[[int], object]]:
     """``rows`` queries of each request, whose keys number ``lengths``."""
     from rl_attn import PagedKV, gpu, nosplit
 
@@ -129,24 +182,55 @@ def _paged_calls(rows: list[int], lengths: list[int], fwd: Any) -> dict[str, Cal
     calls: dict[str, Callable[[int], object]] = {
         "strict": lambda _: gpu.paged(q, *ours, starts, used, table, SCALE, *TILES.values())
     }
-    if fwd:
-        most = max(lengths)
+    most = max(lengths)
+    if fa3 := peers["fa3"]:
         for name, splits in (("fa3", 0), ("fa3 nosplit", 1)):
             calls[name] = lambda _, s=splits: _fa3(
-                fwd, q, k, v, starts, max(rows), most, s, out, used=used, table=table
+                fa3, q, k, v, starts, max(rows), most, s, out, used=used, table=table
             )
         calls["strict nosplit"] = lambda _: nosplit.paged(q, PagedKV(*ours), starts, used, table, SCALE, max(rows))
+    if triton_backend := peers["triton"]:
+        calls["vllm triton"] = lambda _: triton_backend(q, k, v, out, starts, max(rows), used, most, table)
     return calls
 
 
-def _calls(case: dict[str, Any], fwd: Any) -> dict[str, Callable[[int], object]]:
+def _calls(case: dict[str, Any], peers: dict[str, Any]) -> dict[str, Callable[[int], object]]:
     op = case["op"]
     if op == "decode":
-        return _paged_calls([1] * case["batch"], [case["keys"]] * case["batch"], fwd)
+        return _paged_calls([1] * case["batch"], [case["keys"]] * case["batch"], peers)
     if op == "chunk":
         mates = case["mates"]
-        return _paged_calls([case["tokens"]] + [1] * mates, [case["keys"]] + [case["mate_keys"]] * mates, fwd)
-    return _packed_calls(case["tokens"], fwd, op != "prefill")
+        return _paged_calls([case["tokens"]] + [1] * mates, [case["keys"]] + [case["mate_keys"]] * mates, peers)
+    return _packed_calls(case, peers)
+
+
+def _that_run(calls: dict[str, Callable[[int], object]]) -> dict[str, Callable[[int], object]]:
+    """A peer that fails on this machine is named and left out."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call(0)
+            torch.cuda.synchronize()
+            found[name] = call
+        except Exception as error:
+            if name.startswith("strict"):
+                raise
+            print(f"attn: {name} left out: {repr(error)[:200]}", flush=True)
+    return found
+
+
+def _backward_memory(tokens: int) -> float:
+    """Memory that the backward takes at most beyond what the forward keeps, in units of q + k + v."""
+    from rl_attn import attention_packed
+
+    q, k, v = (_randn(tokens, h, DIM).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
+    cu, grad = torch.tensor([0, tokens], device="cuda"), _randn(tokens, HEADS, DIM)
+    out = attention_packed(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, scale=SCALE, **TILES)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(out, (q, k, v), grad)
+    return round((torch.cuda.max_memory_allocated() - before) / (2 * (q.numel() + k.numel() + v.numel())), 3)
 
 
 def _work(case: dict[str, Any], us: float) -> dict[str, float]:
@@ -171,25 +255,26 @@ def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     from rl_contract import launches, reset_launches
 
     began, rows = time.monotonic(), []
-    fwd = _library()
+    peers = {"fa3": _library(), "triton": _triton_backend()}
     for case in cases():
         if time.monotonic() - began > budget:
             print("attn: out of time before", _name(case), flush=True)
             break
         try:
-            calls = _calls(case, fwd)
+            calls = _calls(case, peers)
             reset_launches()
             calls["strict"](0)
             plan = ", ".join(f"{x['kernel']} {x['plan']}" for x in launches())
-            times = timing.time_calls(calls, span_ms=2.0, rounds=5)
+            times = timing.time_calls(_that_run(calls), span_ms=2.0, rounds=5)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             print("attn:", _name(case), repr(error)[:200], flush=True)
             continue
         finally:
             torch.cuda.empty_cache()
         for family, ours in (("segments", "strict"), ("nosplit", "strict nosplit")):
-            for peer in ("fa3", "fa3 nosplit", "cudnn"):
-                if ours in times and peer in times:
+            for peer in PEERS:
+                alone = family == "nosplit" and peer == "one segment"
+                if ours in times and peer in times and not alone:
                     head = case | {
                         "case": f"{family}: {_name(case)}",
                         "shape": [case["keys"] if case["op"] == "decode" else case["tokens"]],
@@ -201,7 +286,9 @@ def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                     }
                     rows.append(head | {"ratio": round(times[peer] / times[ours], 3), **_work(case, times[ours])})
         print(_name(case), {k: round(v, 1) for k, v in times.items()}, flush=True)
-    return rows, summary(rows)
+    return rows, summary(rows) | {
+        "segments: memory of the backward, in units of q + k + v <= 2": _backward_memory(8192)
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -219,6 +306,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "segments: prefill from 4096 tokens against cudnn >= 0.75": worst(
             "segments", "prefill", "cudnn", lambda r: r["tokens"] >= 4096
+        ),
+        "segments: prefill against the same kernel with one segment >= 0.97": worst(
+            "segments", "prefill", "one segment", lambda r: r["tokens"] >= 4096
         ),
         "segments: decode reading 256 MB and more, GB/s >= 3400": min(large, default=None),
         "segments: decode batch 1 from 16k keys against fa3 >= 1.0": worst(

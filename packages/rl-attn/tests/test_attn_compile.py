@@ -1,82 +1,128 @@
-"""The GPU kernels on a machine without a GPU: their logic in Triton's interpreter, and code for each architecture."""
+"""Code for every GPU from a machine without one: each row of each plan file, at the widest head that it serves."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from importlib.resources import files
 
 import pytest
 
 triton = pytest.importorskip("triton")
 
-from rl_attn import plans  # noqa: E402
+from rl_attn import gpu, plans  # noqa: E402
 
 ARCHS = {"sm90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
+# bytes of shared memory that one program may ask for
+ROOM = {"sm90": 232448, "gfx942": 65536, "gfx950": 163840}
 BF16 = ("q", "k", "v", "out", "grad", "dq", "dk", "dv")
 FP32 = ("lse", "delta", "part_m", "part_w", "part_o")
 INDEX = ("cu_q", "cu_k", "seq_lens", "table", "positions", "key_positions")
+# registers that a frozen plan may spill, by (architecture, kernel, head_dim); none elsewhere
+ALLOWED_SPILLS: dict[tuple[str, str, int], int] = {}
 
 
-def _compile(function, constants, row, arch):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def _signature(function, constants, box):
     types = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | dict.fromkeys(INDEX, "*i64")
     types |= {"c": "fp32", "scale": "fp32"}
     signature, aligned = {}, {}
     for i, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
-        if types.get(name, "").startswith("*") or re.fullmatch(r"s[qkvog]_[bht]", name):
+        if name.endswith("_desc"):
+            from triton.experimental.gluon import language as gl
+
+            shape = [box, constants["D"]]
+            layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
+            signature[name] = f"tensordesc<bf16{shape},{layout!r}>"
+        if types.get(name, "").startswith("*") or re.fullmatch(r"s[qkvog]_[bht]|._head_columns", name):
             aligned[(i,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": row.warps, "num_stages": row.stages, "enable_fp_fusion": False}
+    return signature, aligned
+
+
+def _compile(function, constants, options, arch, box=0):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource
+    if box:
+        from triton.experimental.gluon._runtime import GluonASTSource as source
     if arch != "sm90":
-        options |= {"kpack": 1, "matrix_instr_nonkdim": 16}
-    source = ASTSource(function, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget(*ARCHS[arch]), options=options)
+        options = options | {"kpack": 1, "matrix_instr_nonkdim": 16}
+    signature, aligned = _signature(function, constants, box)
+    built = source(function, signature, constants, aligned)
+    return triton.compile(built, target=GPUTarget(*ARCHS[arch]), options=options | {"enable_fp_fusion": False})
+
+
+def _launch(row, head_dim, page, key_tile=64):
+    """The kernel that ``gpu`` launches for a plan row: function, constants, options, rows of a copy (0: no copies)."""
+    from rl_attn import triton_backward, triton_decode, triton_forward
+
+    shape = {"GROUP": 4, "D": head_dim}
+    wide = shape | {"BLOCK_D": gpu.padded(head_dim)}
+    tile = {"KEY_TILE": key_tile, "SEGMENT": 512, "PAGE": page}
+    stages = gpu.stages_for(row, key_tile)
+    options = {"num_warps": row.warps, "num_stages": stages}
+    if row.specialised:
+        from rl_attn import triton_hopper, triton_hopper_decode
+
+        constants = shape | tile | {"STAGES": stages, "SHORT": 1 if page else 0}
+        options = {"num_warps": 4, "maxnreg": row.max_registers or gpu.WIDE_REGISTERS}
+        decode = row.kernel == "segments"
+        function = triton_hopper_decode.attn_segments_sm90_kernel if decode else triton_hopper.attn_fwd_sm90_kernel
+        return function, constants, options, min(page or key_tile, key_tile)
+    if row.kernel in ("forward", "paged"):
+        constants = wide | tile | {"BLOCK_M": row.block_m, "SHORT": 0}
+        return triton_forward.attn_fwd_kernel, constants, options, 0
+    if row.kernel == "segments":
+        constants = wide | tile | {"BLOCK_M": row.block_m, "SHORT": 1, "B": 16, "STAGES": stages}
+        return triton_decode.attn_segments_kernel, constants, options, 0
+    if row.kernel == "fold":
+        constants = {k: v for k, v in wide.items() if k != "GROUP"}
+        constants |= {"SEGMENT": 512, "SHORT": 1, "B": 16, "UNROLL": row.unroll, "OVERLAPPED": False}
+        return triton_decode.attn_fold_kernel, constants, options, 0
+    kernel = getattr(triton_backward, f"attn_{row.kernel}_kernel")
+    return kernel, wide | {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n}, options, 0
+
+
+def _rows(arch):
+    name = "sm90" if arch == "sm90" else "generic"
+    return json.loads((files("rl_attn") / "plans" / f"{name}.json").read_text())["rows"]
 
 
 def _cases():
-    from rl_attn import triton_backward, triton_decode, triton_forward
-
-    shape = {"GROUP": 4, "D": 128, "BLOCK_D": 128}
-    tile = {"KEY_TILE": 64, "SEGMENT": 512}
-    return {
-        "paged": (triton_forward.attn_fwd_kernel, shape | tile | {"PAGE": 16, "SHORT": 0}, ("block_m",)),
-        "segments": (
-            triton_decode.attn_segments_kernel, shape | tile | {"PAGE": 16, "SHORT": 1, "B": 16}, ("block_m", "stages"),
-        ),
-        "fold": (
-            triton_decode.attn_fold_kernel, {"D": 128, "BLOCK_D": 128, "SEGMENT": 512, "SHORT": 1, "B": 16},
-            ("unroll", "stages"),
-        ),
-        "grad_queries": (triton_backward.attn_grad_queries_kernel, shape, ("block_m", "block_n")),
-        "grad_keys": (triton_backward.attn_grad_keys_kernel, shape, ("block_m", "block_n")),
-    }  # fmt: skip
+    """Every row where memory is tight; of gfx950, which has more of it for the same rows, the last one of a kernel."""
+    for arch in ARCHS:
+        rows = _rows(arch)
+        last = {row["kernel"]: n for n, row in enumerate(rows)}
+        yield from ((arch, n) for n, row in enumerate(rows) if arch != "gfx950" or last[row["kernel"]] == n)
 
 
-# spilled registers that a frozen plan allows, by kernel; none elsewhere
-ALLOWED_SPILLS: dict[tuple[str, str], int] = {}
+CASES = list(_cases())
 
 
-@pytest.mark.parametrize("kernel", ["paged", "segments", "fold", "grad_queries", "grad_keys"])
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_shipped_plan_compiles_without_spills(arch, kernel):
-    function, constants, fields = _cases()[kernel]
-    row = plans.shipped(arch).choose(kernel, 128, 4096)
-    names = {"block_m": "BLOCK_M", "block_n": "BLOCK_N", "unroll": "UNROLL", "stages": "STAGES"}
-    constants = constants | {names[f]: getattr(row, f) for f in fields}
-    assembly = _compile(function, constants, row, arch).asm["amdgcn"]
-    spills = sum(int(x) for x in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", assembly))
-    assert spills <= ALLOWED_SPILLS.get((arch, kernel), 0)
-    if kernel != "fold":
-        assert "v_mfma_f32_16x16x" in assembly
+@pytest.mark.parametrize(("arch", "n"), CASES, ids=[f"{a}-{_rows(a)[n]['kernel']}{n}" for a, n in CASES])
+def test_plan_row_fits_its_architecture(arch, n):
+    row = plans.Row(**_rows(arch)[n])
+    page = 0 if row.kernel == "forward" else 16
+    function, constants, options, box = _launch(row, row.head_dim, page)
+    built = _compile(function, constants, options, arch, box)
+    assert built.metadata.shared <= ROOM[arch]
+    if arch == "sm90":
+        text = built.asm["ptx"]
+        assert row.kernel == "fold" or "wgmma.mma_async" in text or "mma.sync" in text
+    else:
+        text = built.asm["amdgcn"]
+        spills = sum(int(x) for x in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", text))
+        assert spills <= ALLOWED_SPILLS.get((arch, row.kernel, row.head_dim), 0)
+        assert row.kernel == "fold" or "v_mfma_f32_16x16x" in text
 
 
 def test_sm90_uses_its_matrix_unit_and_one_exp2():
-    function, constants, _ = _cases()["paged"]
     row = plans.shipped("sm90").choose("paged", 128, 4096)
-    ptx = _compile(function, constants | {"BLOCK_M": row.block_m}, row, "sm90").asm["ptx"]
+    function, constants, options, box = _launch(row, 128, 16)
+    ptx = _compile(function, constants, options, "sm90", box).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "ex2.approx.ftz.f32" in ptx
     # contraction is off: every fused multiply-add is one that the contract names, and rounds to nearest
@@ -87,7 +133,7 @@ def test_kernels_in_the_interpreter_agree_with_the_oracle():
     program = textwrap.dedent(
         """
         import torch
-        from rl_attn import gpu
+        from rl_attn import gpu, gpu_rotary
         from rl_attn.reference import attention_reference
         torch.manual_seed(0)
         heads, kv_heads, dim, page, lengths = 4, 2, 32, 16, [70, 1, 37]
@@ -113,7 +159,7 @@ def test_kernels_in_the_interpreter_agree_with_the_oracle():
             rows = torch.arange(length)
             slots.append(table[n, rows // page].long() * page + rows % page)
             taken += count
-        gpu.write(cache[0], cache[1], k, v, torch.cat(slots))
+        gpu_rotary.write(cache[0], cache[1], k, v, torch.cat(slots))
         lens = torch.tensor(lengths, dtype=torch.int32)
         close(gpu.paged(q, cache[0], cache[1], cu, lens, table, scale, 16, 32, out_dtype=torch.float32))
         last = cu[1:] - 1

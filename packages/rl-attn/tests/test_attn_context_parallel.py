@@ -173,3 +173,17 @@ def test_two_processes_over_gloo_equal_one_rank(tmp_path):
     results = [torch.load(tmp_path / f"out{r}.pt") for r in range(2)]
     for n, expected in enumerate(one_rank(q, k, v, grad, cu)):
         assert torch.equal(rl_attn.cp_merge([r[n] for r in results], cu), expected)
+
+
+def test_library_family_over_ranks_is_refused_by_name(lab):
+    tensors, cu = inputs(torch.bfloat16)
+
+    def call(comm):
+        rows = [rl_attn.cp_split(x, cu, comm.rank, comm.world_size, "zigzag") for x in tensors[:3]]
+        with pytest.raises(ContractError, match="'nosplit' over 2 ranks"):
+            rl_attn.context_parallel_attention(*rows, cu_seqlens=cu, comm=comm, scale=0.2, family="nosplit")
+        return True
+
+    assert lab.run_ranks(2, call) == [True, True]
+    with pytest.raises(ContractError, match="family='ring'"):
+        rl_attn.context_parallel_attention(*tensors[:3], cu_seqlens=cu, comm=None, scale=0.2, family="ring")

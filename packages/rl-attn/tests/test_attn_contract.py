@@ -90,3 +90,12 @@ def test_kernel_files_say_order_and_rounding_first():
         head = (folder / name).read_text().split('"""')[1]
         assert "ontract ``" in head
         assert "round" in head.lower()
+
+
+def test_library_family_has_a_certificate_for_some_page_sizes_alone():
+    from rl_attn.nosplit import check_page, library_for
+
+    library = library_for("sm90")
+    check_page(library, 16)
+    with pytest.raises(ContractError, match=r"pages of 128 tokens; certified: \(16, 64\)"):
+        check_page(library, 128)

@@ -20,9 +20,10 @@ from rl_attn.checks import (
 from rl_attn.paged import PagedKV
 from rl_attn.rope import RopeTable
 from rl_contract import ContractError
+from rl_contract.profile import KEY_TILE, SEGMENT
 
 
-def segments_of(length: int, segment: int = 512) -> int:
+def segments_of(length: int, segment: int = SEGMENT) -> int:
     """How many segments a row folds that sees ``length`` keys.
 
     Raises:
@@ -73,8 +74,8 @@ def attention_packed(
     cu_seqlens_k: torch.Tensor,
     positions: torch.Tensor | None = None,
     scale: float,
-    key_tile: int = 64,
-    segment: int = 512,
+    key_tile: int = KEY_TILE,
+    segment: int = SEGMENT,
     family: str = "segments",
     return_lse: bool = False,
     **variants: Any,
@@ -128,8 +129,8 @@ def attention_paged(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     scale: float,
-    key_tile: int = 64,
-    segment: int = 512,
+    key_tile: int = KEY_TILE,
+    segment: int = SEGMENT,
     family: str = "segments",
     max_query_len: int | None = None,
     return_lse: bool = False,

@@ -13,11 +13,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rl_attn.attention import attention_packed
-from rl_attn.checks import check_call, require_cu_seqlens, require_indices, whole_number
+from rl_attn.checks import check_call, require_cu_seqlens, require_family, require_indices, whole_number
 from rl_attn.ops import packed
 from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
 from rl_contract import Communicator, ContractError
 from rl_contract.devices import to_device
+from rl_contract.profile import KEY_TILE, SEGMENT
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -185,8 +186,9 @@ def context_parallel_attention(
     layout: str = "zigzag",
     comm: Communicator | None,
     scale: float,
-    key_tile: int = 64,
-    segment: int = 512,
+    key_tile: int = KEY_TILE,
+    segment: int = SEGMENT,
+    family: str = "segments",
     return_lse: bool = False,
     **variants: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -199,12 +201,14 @@ def context_parallel_attention(
         layout: ``zigzag`` or ``contiguous``, see ``cp_rows``.
         comm: the context parallel ranks; None is a world of one.
         scale, key_tile, segment, return_lse, variants: as in ``attention_packed``.
+        family: as in ``attention_packed``; over more than one rank ``segments`` alone.
 
     Returns:
         as ``attention_packed``, for this rank's rows. Gradients of k and v are complete: no reduction remains.
 
     Raises:
-        ContractError: as ``attention_packed``, and lengths or row counts that the layout does not fit.
+        ContractError: as ``attention_packed``, lengths or row counts that the layout does not fit, and the family
+            ``nosplit`` over more than one rank.
     """
     rank, world = (0, 1) if comm is None else (comm.rank, comm.world_size)
     require_indices("context parallel", cu_seqlens=cu_seqlens)
@@ -214,8 +218,14 @@ def context_parallel_attention(
     if comm is None or world == 1:
         return attention_packed(
             q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, scale=scale, key_tile=key_tile, segment=segment,
-            return_lse=return_lse, **variants,
+            family=family, return_lse=return_lse, **variants,
         )  # fmt: skip
+    require_family("context_parallel_attention", family)
+    if family == "nosplit":
+        raise ContractError(
+            f"context_parallel_attention got family 'nosplit' over {world} ranks: the library takes the last rows of a "
+            "sequence as queries, which a rank's rows are not; use 'segments', or one rank"
+        )
     check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
     out, lse = _ContextParallel.apply(
         q, k, v, cut.cu, cut.cu_local, cut.positions, cut.order, comm, float(scale), key_tile, segment

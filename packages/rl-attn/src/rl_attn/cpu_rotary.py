@@ -1,7 +1,8 @@
-"""Rotation and the cos/sin table on the CPU, contract ``rotary``.
+"""Rotation and the cos/sin table on the CPU, contract ``rotary``, and the norm in front of it, contract ``norm``.
 
 Rotation: two fp32 products, then one sum or difference, one rounding to the model's type. Table: pi/2 reduction in
 three parts and Taylor series in fp64, rounded once to fp32; no libm, so that every machine builds the same table.
+Norm: squares in 16 strided lanes, each a chain, joined 8, 4, 2, 1 apart; every fp32 operation rounded, then once.
 """
 
 import math
@@ -10,6 +11,7 @@ import numpy as np
 
 from rl_contract.arrays import narrow, widen
 from rl_contract.jit import kernel
+from rl_contract.primitives import rsqrt_f32
 
 # pi/2 = A + B + C; A and B have 33 bits, so that their products with a quotient below 2**20 are exact
 _PIO2_A = 1.57079632673412561417e00
@@ -70,4 +72,28 @@ def rotate(x, strides, positions, cos, sin, sign, out):
                 y_high[i] = narrow(x2 * cos_row[i] + x1 * s, y_high[i])
             for i in range(2 * half, out.shape[2]):
                 y[i] = row[i]
+    return 0
+
+
+@kernel
+def norm(x, strides, weight, eps, out):
+    """out [T, heads, D] = x * rsqrt(mean(x * x) + eps) * weight; x flat storage with strides int64 [2]."""
+    width = out.shape[2]
+    lanes = np.empty(16, np.float32)
+    for t in range(out.shape[0]):
+        for h in range(out.shape[1]):
+            at = t * strides[0] + h * strides[1]
+            row = x[at : at + width]
+            lanes[:] = np.float32(0.0)
+            for i in range(width):
+                value = widen(row[i])
+                lanes[i % 16] = lanes[i % 16] + value * value
+            apart = 8
+            while apart:
+                for j in range(apart):
+                    lanes[j] = lanes[j] + lanes[j + apart]
+                apart //= 2
+            scale = rsqrt_f32(lanes[0] / np.float32(width) + np.float32(eps))
+            for i in range(width):
+                out[t, h, i] = narrow(widen(row[i]) * scale * widen(weight[i]), out[t, h, i])
     return 0

@@ -20,6 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 # sequences of one call whose segments may run in parallel; more than this fill the processors by themselves
 MOST_SPLIT_SEQUENCES = 1024
 MOST_SPLIT_PROGRAMS = 1024
+# of a thread, for the specialised kernels where a processor runs one program
+WIDE_REGISTERS = 168
 
 
 @cache
@@ -42,9 +44,13 @@ def kernels() -> Any:
 
 @cache
 def _hopper() -> Any:
-    from rl_attn import triton_hopper
+    """The kernels with specialised warps, as attributes ``walk``, ``decode``, ``tiles``."""
+    from rl_attn import triton_hopper, triton_hopper_decode, triton_hopper_tiles
 
-    return triton_hopper
+    class Kernels:
+        walk, decode, tiles = triton_hopper, triton_hopper_decode, triton_hopper_tiles
+
+    return Kernels
 
 
 @cache
@@ -99,7 +105,7 @@ def check(where: str, *tensors: Tensor) -> None:
             raise ContractError(f"{where} on a GPU got {x.dtype}; supported: {DTYPES}; convert the model")
 
 
-def _padded(n: int) -> int:
+def padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -112,9 +118,9 @@ def exponent_factor(scale: float) -> float:
     return float(np.float32(float(scale) * LOG2E))
 
 
-def _shape(row: plans.Row, group: int) -> int:
+def block_rows(row: plans.Row, group: int) -> int:
     """Query rows of a program: the plan's, or more where one token's heads need them."""
-    return max(row.block_m, _padded(group))
+    return max(row.block_m, padded(group))
 
 
 def packed(
@@ -127,34 +133,26 @@ def packed(
     strides = (0, k.stride(1), k.stride(0), 0, v.stride(1), v.stride(0))
     own = current_plans(q)
     group = q.shape[1] // k.shape[1]
-    may = _may_specialise(q, k, v, key_tile, segment)
+    may = _may_specialise(q, k, v, k.shape[1], key_tile) and _may_fetch_rows(k) and _may_fetch_rows(v)
     row = own.choose("forward", q.shape[2], q.shape[0] * group // max(1, cu_q.numel() - 1), specialised=may)
+    out = q.new_empty(q.shape, dtype=out_dtype or q.dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     if row.specialised:
-        result = _walk_specialised(row, q, k, v, cu_q, cu_k, positions, scale, key_tile, segment, out_dtype)
-        record("attention", "rl_attn.triton_hopper", f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "packed")
-        return result
-    result = _walk(
-        row,
-        q,
-        k,
-        v,
-        strides,
-        k.shape[1],
-        cu_q,
-        cu_k,
-        cu_q,
-        positions,
-        cu_q,
-        0,
-        0,
-        0,
-        scale,
-        key_tile,
-        segment,
-        out_dtype,
-    )
-    record("attention", "rl_attn.triton_forward", f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "packed")
-    return result
+        hopper = _hopper().tiles
+        _walk_specialised(
+            row, q, hopper.rows_descriptor(k, key_tile), hopper.rows_descriptor(v, key_tile), k.shape[1],
+            (0, 0, k.stride(1), 0, 0, v.stride(1)), cu_q, cu_k, cu_k, positions, cu_q, 0, 0, 0, scale, key_tile,
+            segment, out, lse,
+        )  # fmt: skip
+        kernel = "rl_attn.triton_hopper"
+    else:
+        _walk(
+            row, q, k, v, strides, k.shape[1], cu_q, cu_k, cu_q, positions, cu_q, 0, 0, 0, scale, key_tile, segment,
+            out, lse,
+        )  # fmt: skip
+        kernel = "rl_attn.triton_forward"
+    record("attention", kernel, f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "packed")
+    return out, lse
 
 
 def paged(
@@ -170,89 +168,117 @@ def paged(
     (a, b, c, _), (d, e, f, _) = k_cache.stride(), v_cache.stride()
     strides = (a, b, c, d, e, f)
     own = current_plans(q)
+    may = (
+        _may_specialise(q, k_cache, v_cache, kv_heads, key_tile)
+        and _may_fetch_pages(k_cache)
+        and _may_fetch_pages(v_cache)
+    )
     bound = block_table.shape[1] * page
     most = -(-(min(bound, max_keys) if max_keys else bound) // segment)
-    split = own.choose("segments", head_dim, sequences * kv_heads * most)
-    room = _shape(split, group) // group
+    split = own.choose("segments", head_dim, sequences * kv_heads * most, specialised=may)
+    room = block_rows(split, group) // group
     few = tokens <= sequences * room
     splits = most > 1 and sequences <= MOST_SPLIT_SEQUENCES and sequences * kv_heads <= MOST_SPLIT_PROGRAMS
     short = (room if few else 1) if splits else 0
     out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     if splits:
-        fold_row = own.choose("fold", head_dim)
+        fold_row = own.choose("fold", head_dim, most)
         _segments(
             split, fold_row, q, k_cache, v_cache, strides, query_start_loc, seq_lens, block_table, scale, key_tile,
             segment, most, short, out, lse,
         )  # fmt: skip
         plan = f"{own.arch}:{split.name}:tile{key_tile}-segment{segment}-most{most}"
-        record("attention", "rl_attn.triton_decode", plan, "paged")
+        kernel = "rl_attn.triton_hopper_decode" if split.specialised else "rl_attn.triton_decode"
+        record("attention", kernel, plan, "paged")
     # where every sequence is short the walk has nothing to do, but only the device knows
     if short < tokens:
-        row = own.choose("paged", head_dim, tokens * group // max(1, sequences))
-        _walk(
-            row, q, k_cache, v_cache, strides, kv_heads, query_start_loc, query_start_loc, seq_lens, seq_lens,
-            block_table, blocks, page, short, scale, key_tile, segment, out_dtype, out, lse,
-        )  # fmt: skip
-        record("attention", "rl_attn.triton_forward", f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "paged")
+        row = own.choose("paged", head_dim, tokens * group // max(1, sequences), specialised=may)
+        lengths = (query_start_loc, query_start_loc, seq_lens, seq_lens, block_table, blocks, page, short)
+        if row.specialised:
+            tiles, k_steps, v_steps = _hopper().tiles, page_steps(k_cache) or (), page_steps(v_cache) or ()
+            _walk_specialised(
+                row, q, tiles.pages_descriptor(k_cache, k_steps, key_tile),
+                tiles.pages_descriptor(v_cache, v_steps, key_tile), kv_heads, (*k_steps, *v_steps), *lengths, scale,
+                key_tile, segment, out, lse,
+            )  # fmt: skip
+            kernel = "rl_attn.triton_hopper"
+        else:
+            _walk(
+                row, q, k_cache, v_cache, strides, kv_heads, *lengths, scale, key_tile, segment, out, lse,
+            )  # fmt: skip
+            kernel = "rl_attn.triton_forward"
+        record("attention", kernel, f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "paged")
     return out, lse
 
 
 def _walk(
     row: plans.Row, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], kv_heads: int, cu_q: Tensor,
     cu_k: Tensor, seq_lens: Tensor, positions: Tensor, table: Tensor, blocks: int, page: int, short: int, scale: float,
-    key_tile: int, segment: int, out_dtype: torch.dtype | None, out: Tensor | None = None, lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    key_tile: int, segment: int, out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
     tokens, heads, head_dim = q.shape
-    if out is None or lse is None:
-        out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
-        lse = q.new_empty((tokens, heads), dtype=torch.float32)
     group, sequences = heads // kv_heads, cu_q.numel() - 1
     if tokens == 0 or sequences == 0:
-        return out, lse
-    block_m = _shape(row, group)
+        return
+    block_m = block_rows(row, group)
     grid = (tokens // (block_m // group) + sequences, kv_heads)
     kernels().forward.attn_fwd_kernel[grid](
         q, k, v, out, lse, cu_q, cu_k, seq_lens, positions, table, exponent_factor(scale), sequences, blocks,
         q.stride(0), q.stride(1), *strides, out.stride(0), out.stride(1), lse.stride(0), table.stride(0) if page else 0,
-        GROUP=group, D=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=block_m, KEY_TILE=key_tile, SEGMENT=segment,
+        GROUP=group, D=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=block_m, KEY_TILE=key_tile, SEGMENT=segment,
         PAGE=page, SHORT=short, **options(row, key_tile),
     )  # fmt: skip
-    return out, lse
 
 
-def _may_specialise(q: Tensor, k: Tensor, v: Tensor, key_tile: int, segment: int) -> bool:
-    """What the copy engine and the groups of 64 rows ask for."""
+def page_steps(x: Tensor) -> tuple[int, int, int] | None:
+    """Of a cache ``[blocks, Hkv, page, D]``: rows a block, rows a head and columns a head takes in a table of rows
+    ``stride(2)`` elements apart; None where its strides are no such table."""
+    block, head, token, _ = x.stride()
+    if token < x.shape[3] or token % 8 or block % token or x.data_ptr() % 16:
+        return None
+    if x.shape[1] == 1 or head % token == 0:
+        return block // token, head // token, 0
+    # all heads of a token lie inside one row
+    return (block // token, 0, head) if head % 8 == 0 and (x.shape[1] - 1) * head + x.shape[3] <= token else None
+
+
+def _may_specialise(q: Tensor, k: Tensor, v: Tensor, kv_heads: int, key_tile: int) -> bool:
+    """What groups of 64 rows and the copy engine ask, on any cache or packed rows."""
     tokens, heads, head_dim = q.shape
     return (
         head_dim in (64, 128)
         and key_tile in (64, 128)
-        and heads // k.shape[1] <= 64
-        and 0 < k.shape[0] < 2**31
+        and heads // kv_heads <= 64
         and tokens > 0
-        and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(0) >= head_dim for x in (k, v))
+        and all(x.numel() and x.data_ptr() % 16 == 0 for x in (k, v))
     )
 
 
+def _may_fetch_rows(x: Tensor) -> bool:
+    return x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[2] and x.shape[0] < 2**31
+
+
+def _may_fetch_pages(x: Tensor) -> bool:
+    """A power of two of rows a page, in a cache that is a table of rows."""
+    page = x.shape[2]
+    return page >= 8 and page & (page - 1) == 0 and page_steps(x) is not None
+
+
 def _walk_specialised(
-    row: plans.Row, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, positions: Tensor, scale: float,
-    key_tile: int, segment: int, out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hopper = _hopper()
+    row: plans.Row, q: Tensor, k_desc: Any, v_desc: Any, kv_heads: int, steps: tuple[int, ...], cu_q: Tensor,
+    cu_k: Tensor, seq_lens: Tensor, positions: Tensor, table: Tensor, blocks: int, page: int, short: int, scale: float,
+    key_tile: int, segment: int, out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
     group, sequences = heads // kv_heads, cu_q.numel() - 1
-    out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
-    lse = q.new_empty((tokens, heads), dtype=torch.float32)
     grid = (tokens // (128 // group) + sequences, kv_heads)
-    hopper.attn_fwd_sm90_kernel[grid](
-        q, hopper.rows_descriptor(k, key_tile), hopper.rows_descriptor(v, key_tile), out, lse, cu_q, cu_k, positions,
-        exponent_factor(scale), sequences, q.stride(0), q.stride(1), k.stride(1), v.stride(1), out.stride(0),
-        out.stride(1), lse.stride(0), GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment,
-        STAGES=stages_for(row, key_tile),
-        num_warps=4, maxnreg=168, enable_fp_fusion=False,
+    _hopper().walk.attn_fwd_sm90_kernel[grid](
+        q, k_desc, v_desc, out, lse, cu_q, cu_k, seq_lens, positions, table, exponent_factor(scale), sequences, blocks,
+        q.stride(0), q.stride(1), *steps, out.stride(0), out.stride(1), lse.stride(0), table.stride(0) if page else 0,
+        GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=stages_for(row, key_tile), PAGE=page,
+        SHORT=short, num_warps=4, maxnreg=WIDE_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
-    return out, lse
 
 
 def _segments(
@@ -268,117 +294,33 @@ def _segments(
     slots = min(tokens, sequences * short) * most
     part_m = torch.empty((2, slots, heads), dtype=torch.float32, device=q.device)
     part_o = torch.empty((slots, heads, head_dim), dtype=torch.float32, device=q.device)
-    padded, block_d = _padded(sequences), _padded(head_dim)
-    programs = min(sequences * most * kv_heads, row.programs * (_processors(q.device.index or 0) if q.is_cuda else 1))
+    parts = (part_m[0], part_m[1], part_o)
+    room, block_d = padded(sequences), padded(head_dim)
+    programs, stages, registers = row.programs, stages_for(row, key_tile), row.max_registers
+    if row.specialised and programs == 2 and key_tile == 128:
+        # wide tiles in the room of two programs: one program, with as many tiles on their way
+        programs, stages, registers = 1, row.stages, WIDE_REGISTERS
+    programs = min(sequences * most * kv_heads, programs * (_processors(q.device.index or 0) if q.is_cuda else 1))
     decode = kernels().decode
-    decode.attn_segments_kernel[(programs,)](
-        q, k, v, part_m[0], part_m[1], part_o, cu_q, seq_lens, table, exponent_factor(scale), sequences, kv_heads,
-        blocks, q.stride(0), q.stride(1), *strides, table.stride(0),
-        GROUP=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=_shape(row, group), KEY_TILE=key_tile, SEGMENT=segment,
-        PAGE=page, SHORT=short, B=padded, STAGES=stages_for(row, key_tile),
-        **options(row, key_tile),
-    )  # fmt: skip
+    common = (cu_q, seq_lens, table, exponent_factor(scale), sequences, kv_heads, blocks, q.stride(0), q.stride(1))
+    if row.specialised:
+        hopper, k_steps, v_steps = _hopper(), page_steps(k) or (), page_steps(v) or ()
+        hopper.decode.attn_segments_sm90_kernel[(programs,)](
+            q, hopper.tiles.pages_descriptor(k, k_steps, key_tile),
+            hopper.tiles.pages_descriptor(v, v_steps, key_tile), *parts, *common, *k_steps, *v_steps, table.stride(0),
+            GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=stages, PAGE=page,
+            SHORT=short, num_warps=4, maxnreg=registers, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        decode.attn_segments_kernel[(programs,)](
+            q, k, v, *parts, *common, *strides, table.stride(0),
+            GROUP=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_rows(row, group), KEY_TILE=key_tile,
+            SEGMENT=segment, PAGE=page, SHORT=short, B=room, STAGES=stages_for(row, key_tile), **options(row, key_tile),
+        )  # fmt: skip
+    # only the specialised kernel lets the fold come up early
+    early = {"launch_pdl": True} if row.specialised else {}
     decode.attn_fold_kernel[(tokens, heads)](
-        part_m[0], part_m[1], part_o, out, lse, cu_q, seq_lens, sequences, heads, out.stride(0), out.stride(1),
-        lse.stride(0), D=head_dim, BLOCK_D=block_d, SEGMENT=segment, SHORT=short, B=padded, UNROLL=fold_row.unroll,
-        STAGES=fold_row.stages,        **options(fold_row),
+        *parts, out, lse, cu_q, seq_lens, sequences, heads, out.stride(0), out.stride(1), lse.stride(0),
+        D=head_dim, BLOCK_D=block_d, SEGMENT=segment, SHORT=short, B=room, UNROLL=fold_row.unroll,
+        OVERLAPPED=row.specialised, **options(fold_row), **early,
     )  # fmt: skip
-
-
-def row_delta(grad: Tensor, out: Tensor) -> Tensor:
-    check("attention_packed backward", grad, out)
-    grad, out = unit_last(grad), unit_last(out)
-    tokens, heads, head_dim = out.shape
-    delta = out.new_empty((tokens, heads), dtype=torch.float32)
-    rows = 32
-    if tokens:
-        kernels().backward.attn_delta_kernel[(-(-tokens * heads // rows),)](
-            grad, out, delta, tokens, heads, grad.stride(0), grad.stride(1), out.stride(0), out.stride(1),
-            D=head_dim, BLOCK_D=_padded(head_dim), ROWS=rows, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return delta
-
-
-def _token_head(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(s for x in tensors for s in (x.stride(0), x.stride(1)))
-
-
-def grad_queries(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, cu_q: Tensor, cu_k: Tensor,
-    positions: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
-    check("attention_packed backward", grad, q, k, v)
-    grad, q, k, v = (unit_last(x) for x in (grad, q, k, v))
-    lse, delta = lse.contiguous(), delta.contiguous()
-    tokens, heads, head_dim = q.shape
-    group, sequences = heads // k.shape[1], cu_q.numel() - 1
-    dq = q.new_empty(q.shape)
-    if tokens == 0:
-        return dq
-    own = current_plans(q)
-    row = own.choose("grad_queries", head_dim)
-    block_m = _shape(row, group)
-    kernels().backward.attn_grad_queries_kernel[(tokens // (block_m // group) + sequences, k.shape[1])](
-        grad, q, k, v, dq, lse, delta, cu_q, cu_k, positions, exponent_factor(scale), float(scale), sequences, heads,
-        *_token_head(grad, q, k, v),
-        GROUP=group, D=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=block_m, BLOCK_N=row.block_n, **options(row),
-    )  # fmt: skip
-    record("attention", "rl_attn.triton_backward.grad_queries", f"{own.arch}:{row.name}", "packed")
-    return dq
-
-
-def grad_keys(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, cu_q: Tensor, cu_k: Tensor,
-    positions: Tensor, key_positions: Tensor, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check("attention_packed backward", grad, q, k, v)
-    grad, q, k, v = (unit_last(x) for x in (grad, q, k, v))
-    lse, delta = lse.contiguous(), delta.contiguous()
-    tokens, kv_heads, head_dim = k.shape
-    group, sequences = q.shape[1] // kv_heads, cu_k.numel() - 1
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    if tokens == 0:
-        return dk, dv
-    own = current_plans(q)
-    row = own.choose("grad_keys", head_dim)
-    kernels().backward.attn_grad_keys_kernel[(kv_heads, tokens // row.block_n + sequences)](
-        grad, q, k, v, dk, dv, lse, delta, cu_q, cu_k, positions, key_positions, exponent_factor(scale), float(scale),
-        sequences, kv_heads, *_token_head(grad, q, k, v),
-        GROUP=group, D=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=row.block_m, BLOCK_N=row.block_n, **options(row),
-    )  # fmt: skip
-    record("attention", "rl_attn.triton_backward.grad_keys", f"{own.arch}:{row.name}", "packed")
-    return dk, dv
-
-
-def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """x [T, H, D] rotated, contiguous; cos, sin fp32 [P, rotary_dim/2]."""
-    check("rotary", x)
-    x = unit_last(x)
-    tokens, heads, head_dim = x.shape
-    out = x.new_empty(x.shape)
-    half = cos.shape[1]
-    rest = head_dim - 2 * half
-    block = min(8, _power(heads))
-    if tokens:
-        kernels().rotary.rotary_kernel[(tokens, -(-heads // block))](
-            x, out, positions, cos, sin, -1.0 if inverse else 1.0, cos.shape[0], tokens, heads, *_token_head(x, out),
-            HALF=half, BLOCK_HALF=_power(half), REST=rest, BLOCK_REST=_power(max(1, rest)), HEADS=block,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return out
-
-
-def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store k, v [T, Hkv, D] at their slots; slots outside the cache are skipped."""
-    k, v = unit_last(k), unit_last(v)
-    blocks, heads, page, head_dim = k_cache.shape
-    block = min(8, _power(heads))
-    if slots.numel():
-        kernels().rotary.write_slots_kernel[(slots.numel(), -(-heads // block))](
-            k, v, k_cache, v_cache, slots, blocks * page, heads, *_token_head(k, v), *k_cache.stride()[:3],
-            *v_cache.stride()[:3], PAGE=page, D=head_dim, BLOCK_D=_power(head_dim), HEADS=block, num_warps=4,
-        )  # fmt: skip
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -29,7 +29,7 @@ class Library:
         name, shipped_in: what it is, and the distribution whose wheel holds it.
         path: where the wheel has it.
         sha256: digest of the file; another build is another library.
-        arch, head_dims, dtypes: where it was certified.
+        arch, head_dims, dtypes, pages: where it was certified.
         evidence: what the certification compared.
     """
 
@@ -40,6 +40,7 @@ class Library:
     arch: str
     head_dims: tuple[int, ...]
     dtypes: tuple[str, ...]
+    pages: tuple[int, ...]
     evidence: str
 
     @property
@@ -50,10 +51,10 @@ class Library:
 @cache
 def certified() -> tuple[Library, ...]:
     """Every certified library, from ``plans/nosplit.json``."""
+
     data = json.loads((files("rl_attn") / "plans" / "nosplit.json").read_text())
-    return tuple(
-        Library(**{**row, "head_dims": tuple(row["head_dims"]), "dtypes": tuple(row["dtypes"])}) for row in data
-    )
+    lists = ("head_dims", "dtypes", "pages")
+    return tuple(Library(**{**row, **{name: tuple(row[name]) for name in lists}}) for row in data)
 
 
 def library_for(arch: str) -> Library:
@@ -113,6 +114,19 @@ def _check(q: Tensor) -> str:
             "use 'segments'"
         )
     return arch
+
+
+def check_page(library: Library, page: int) -> None:
+    """Refuse page sizes without a certificate.
+
+    Raises:
+        ContractError: naming those that have one.
+    """
+    if page not in library.pages:
+        raise ContractError(
+            f"nosplit got pages of {page} tokens; certified: {library.pages}; choose such a block size, or use "
+            "'segments'"
+        )
 
 
 def _forward(
@@ -200,6 +214,7 @@ def paged(
 ) -> Any:
     """``library_paged``; ``most_rows`` bounds the queries of a request, all rows of the call where nobody knows."""
     require_gpu("attention_paged", q)
+    check_page(library_for(_check(q)), cache.block_size)
     return library_paged(q, cache.k, cache.v, starts, seq_lens, table, most_rows or q.shape[0], scale)
 
 

@@ -1,4 +1,4 @@
-"""The ops of ``ops.py`` and ``ops_backward.py`` on a GPU: ``gpu.py`` and the Triton kernels, imported at first use.
+"""The ops of ``ops.py`` and ``ops_backward.py`` on a GPU: ``gpu*.py`` and the Triton kernels, imported at first use.
 
 Page ids, slots and positions of a table lie on the device; looking at them would stop the stream and a graph capture.
 So the kernels never follow one that is out of range: its rows become NaN, its slot is skipped, and ``check_paged`` says
@@ -7,7 +7,7 @@ which one it was.
 
 from torch import Tensor
 
-from rl_attn import gpu, ops, ops_backward
+from rl_attn import gpu, gpu_backward, gpu_rotary, ops, ops_backward
 
 
 @ops.packed.register_kernel("cuda")
@@ -28,21 +28,21 @@ def _paged(
 
 @ops.write.register_kernel("cuda")
 def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    gpu.write(k_cache, v_cache, k, v, slot_mapping)
+    gpu_rotary.write(k_cache, v_cache, k, v, slot_mapping)
 
 
 @ops.rotary.register_kernel("cuda")
 def _rotary(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    result = gpu.rotary(q, positions, cos, sin, inverse), gpu.rotary(k, positions, cos, sin, inverse)
+    result = gpu_rotary.rotary(q, positions, cos, sin, inverse), gpu_rotary.rotary(k, positions, cos, sin, inverse)
     gpu.record("rotary", "rl_attn.triton_rotary", "inverse" if inverse else "-")
     return result
 
 
 @ops_backward.row_delta.register_kernel("cuda")
 def _row_delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    return gpu.row_delta(grad_out, out)
+    return gpu_backward.row_delta(grad_out, out)
 
 
 @ops_backward.grad_queries.register_kernel("cuda")
@@ -50,7 +50,7 @@ def _grad_queries(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor, positions: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    return gpu.grad_queries(grad_out, q, k, v, lse, delta, cu_seqlens_q, cu_seqlens_k, positions, scale)
+    return gpu_backward.grad_queries(grad_out, q, k, v, lse, delta, cu_seqlens_q, cu_seqlens_k, positions, scale)
 
 
 @ops_backward.grad_keys.register_kernel("cuda")
@@ -58,6 +58,6 @@ def _grad_keys(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor, positions: Tensor, key_positions: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gpu.grad_keys(
+    return gpu_backward.grad_keys(
         grad_out, q, k, v, lse, delta, cu_seqlens_q, cu_seqlens_k, positions, key_positions, scale
     )  # fmt: skip

@@ -22,11 +22,11 @@ FORBIDDEN = (
 class Row:
     """Launch shape of ``kernel`` for heads up to ``head_dim`` and up to ``rows`` query rows a sequence (0: any number).
 
-    For ``segments``, ``rows`` counts (sequence, kv head, segment) instead.
+    ``rows`` counts (sequence, kv head, segment) for ``segments``, segments of a row for ``fold``.
 
     block_m: query rows a program holds. block_n: keys a backward program holds or takes at a time. programs: persistent
-    programs per processor (segments), unroll: segments in flight (fold). specialised:
-    ``triton_hopper`` (forward).
+    programs per processor (segments), unroll: segments in flight (fold). specialised: ``triton_hopper`` (forward and
+    paged), ``triton_hopper_decode`` (segments).
     """
 
     kernel: str

@@ -5,6 +5,7 @@ import torch
 from numba import vectorize
 
 from rl_contract import primitives
+from rl_contract.profile import KEY_TILE, SEGMENT
 
 LOG2E = 1.4426950408889634
 _EXP2 = vectorize(["float32(float32)"])(lambda x: primitives.exp2_f32(x))
@@ -86,8 +87,8 @@ def attention_reference(
     positions: torch.Tensor,
     scale: float,
     *,
-    key_tile: int = 64,
-    segment: int = 512,
+    key_tile: int = KEY_TILE,
+    segment: int = SEGMENT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence: q [R, Hq, D] at ``positions`` [R], k and v [S, Hkv, D] -> out as q, lse fp32 [R, Hq]."""
     scores = scores_reference(q, k, scale)

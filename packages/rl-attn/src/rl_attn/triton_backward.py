@@ -11,17 +11,7 @@ causal mask hides add exact zeros.
 import triton
 import triton.language as tl
 
-from rl_attn.triton_tiles import LOG2E, find_sequence
-
-
-@triton.jit
-def _neighbour_tree(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Row sums ``[ROWS]`` of x [ROWS, WIDTH]: neighbours added first, then neighbours of the results."""
-    if WIDTH == 1:
-        return x.reshape(ROWS)
-    else:
-        left, right = x.reshape(ROWS, WIDTH // 2, 2).split()
-        return _neighbour_tree(left + right, ROWS, WIDTH // 2)
+from rl_attn.triton_tiles import LOG2E, find_sequence, neighbour_tree
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -37,7 +27,7 @@ def attn_delta_kernel(
     mask = ok[:, None] & (d < D)
     x = tl.load(grad + token * sg_t + head * sg_h + d, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(out + token * so_t + head * so_h + d, mask=mask, other=0.0).to(tl.float32)
-    tl.store(delta + at, _neighbour_tree(x * y, ROWS, BLOCK_D), mask=ok)
+    tl.store(delta + at, neighbour_tree(x * y, ROWS, BLOCK_D), mask=ok)
 
 
 @triton.jit(do_not_specialize=["sequences"])

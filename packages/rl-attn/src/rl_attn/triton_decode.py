@@ -7,6 +7,7 @@ once. Partial states stay fp32. How many programs share the segments never shows
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from rl_attn.triton_tiles import (
     add_keys,
@@ -101,25 +102,16 @@ def attn_segments_kernel(
             tl.store(part_o + at[:, None] * D + d[None, :], o, mask=row_ok[:, None] & (d < D)[None, :])
 
 
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _row(x, index, t: tl.constexpr):
-    """Row t of x [N, D]: a sum of integers with one term beside zeros; a thread that holds all rows adds nothing."""
-    bits = tl.sum(tl.where(index == t, x.to(tl.int32, bitcast=True), 0), 0).to(tl.int32)
-    return bits.to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["sequences"])
 def attn_fold_kernel(
     part_m, part_w, part_o, out, lse, cu_q, seq_lens, sequences, heads, so_t, so_h, s_lse,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr, SHORT: tl.constexpr, B: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query rows, heads): one row's segments, folded in ascending order; UNROLL partial states in flight."""
+    """Grid (query rows, heads): one row's segments, folded in ascending order; UNROLL partial states in flight.
+
+    OVERLAPPED: brought up while the segments still run, so that it waits for them before it reads a partial state.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     b, begins, queries, lengths, segments, _, slot_ends = _segment_plan(cu_q, seq_lens, sequences, B, SEGMENT, SHORT)
@@ -133,34 +125,33 @@ def attn_fold_kernel(
     seen = _pick(lengths, b, sequence) - q_len + token + 1
     count = (seen + SEGMENT - 1) // SEGMENT
     d = tl.arange(0, BLOCK_D)
-    i = tl.arange(0, UNROLL)
-    index = i[:, None]
-    total_m = float("-inf")
-    total_w = tl.zeros((BLOCK_D,), tl.float32)  # every column holds the row sum
+    if OVERLAPPED:
+        gdc_wait()
+    # every column holds the maximum and the row sum
+    total_m = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    total_w = tl.zeros((BLOCK_D,), tl.float32)
     total_o = tl.zeros((BLOCK_D,), tl.float32)
-    for start in tl.range(0, count, UNROLL, num_stages=STAGES):
-        number = start + i
-        live = number < count
-        at = (slot + number * q_len).to(tl.int64) * heads + head
-        o = tl.load(part_o + at[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-        w = tl.load(part_w + at, mask=live, other=0.0)
-        m = tl.load(part_m + at, mask=live, other=float("-inf"))
-        # the maximum before each part; a maximum has no order
-        earlier = tl.load(
-            part_m + at - q_len.to(tl.int64) * heads, mask=(i > 0) & (number <= count), other=float("-inf")
-        )
-        before = tl.maximum(total_m, tl.associative_scan(earlier, 0, _larger))
-        after = tl.maximum(before, m)
-        shift = finite(after)
-        a = tl.broadcast_to(tl.math.exp2(before - shift)[:, None], (UNROLL, BLOCK_D))
-        factor = tl.math.exp2(m - shift)
-        o = o * factor[:, None]
-        w = tl.broadcast_to((w * factor)[:, None], (UNROLL, BLOCK_D))
-        for t in tl.static_range(UNROLL):
-            a_row = _row(a, index, t)
-            total_o = tl.fma(total_o, a_row, _row(o, index, t))
-            total_w = tl.fma(total_w, a_row, _row(w, index, t))
-        total_m = tl.max(after, 0)
+    # what is added behind the last segment: -0 leaves every value alone, a -0 too (a literal would become +0)
+    nothing = tl.full((BLOCK_D,), -2147483648, tl.int32).to(tl.float32, bitcast=True)
+    for start in range(0, count, UNROLL):
+        ms = ()
+        ws = ()
+        os = ()
+        for i in tl.static_range(UNROLL):
+            number = start + i + d * 0
+            live = number < count
+            at = (slot + number * q_len).to(tl.int64) * heads + head
+            ms = ms + (tl.load(part_m + at, mask=live, other=float("-inf")),)  # type: ignore[assignment]
+            ws = ws + (tl.load(part_w + at, mask=live, other=nothing),)  # type: ignore[assignment]
+            os = os + (tl.load(part_o + at * D + d, mask=live & (d < D), other=nothing),)  # type: ignore[assignment]
+        for i in tl.static_range(UNROLL):
+            m = tl.maximum(total_m, ms[i])
+            shift = finite(m)
+            a = tl.math.exp2(total_m - shift)
+            factor = tl.math.exp2(ms[i] - shift)
+            total_w = tl.fma(total_w, a, ws[i] * factor)
+            total_o = tl.fma(total_o, a, os[i] * factor)
+            total_m = m
     result = divide(total_o, total_w).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * so_t + head.to(tl.int64) * so_h + d, result, mask=d < D)
     tl.store(lse + row.to(tl.int64) * s_lse + head + d * 0, log_sum(total_m, total_w), mask=d == 0)

@@ -84,6 +84,16 @@ def first_column(x):
 
 
 @triton.jit
+def neighbour_tree(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Row sums ``[ROWS]`` of x [ROWS, WIDTH]: neighbours added first, then neighbours of the results."""
+    if WIDTH == 1:
+        return x.reshape(ROWS)
+    else:
+        left, right = x.reshape(ROWS, WIDTH // 2, 2).split()
+        return neighbour_tree(left + right, ROWS, WIDTH // 2)
+
+
+@triton.jit
 def find_sequence(tile, cu, sequences, TOKENS: tl.constexpr):
     """The sequence that query tile ``tile`` belongs to: the tiles of sequence b begin at number cu[b] // TOKENS + b."""
     CHUNK: tl.constexpr = 128

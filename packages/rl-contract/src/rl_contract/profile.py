@@ -11,6 +11,8 @@ from rl_contract.contract import Contract, canonical_json, sha256_hex
 from rl_contract.errors import ContractError
 
 BOUNDARY_GROUP = "rl_contract.boundaries"
+# attention's default tiles
+KEY_TILE, SEGMENT = 64, 512
 ARCHS = ("cpu", "sm90", "gfx942", "gfx950")
 DTYPES = ("bfloat16", "float16", "float32")
 # theta and rotary_dim, then the keys of a scaling rule as Hugging Face spells them
@@ -98,8 +100,8 @@ class Settings:
     rope: Mapping[str, Any]
     leaves: int = 1
     attention: str = "segments"
-    key_tile: int = 64
-    segment: int = 512
+    key_tile: int = KEY_TILE
+    segment: int = SEGMENT
     vocab_tile: int = 512
 
     def __post_init__(self) -> None:

@@ -1,0 +1,258 @@
+"""Decode on sm90, contract ``attention``: the segments of ``triton_decode`` on specialised warps.
+
+Same order and same rounding, hence the same bits: a segment starts from the empty state and takes its key tiles
+ascending; ``triton_decode.attn_fold_kernel`` then folds a row's segments left. One warp fetches the pages of its
+program's segments ahead of time, across the borders of segments; four warps hold the query rows of one kv head.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from rl_attn.triton_hopper_tiles import (
+    GROUP_ROWS,
+    NEG_INF,
+    SUM_COLUMNS,
+    barrier,
+    columns,
+    drop_rows,
+    fetch_tile,
+    weigh,
+)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _describe(cu_q, seq_lens, sequence, SEGMENT: gl.constexpr, SHORT: gl.constexpr):
+    """Of one sequence: first query row, queries, keys, segments that this kernel computes."""
+    begin = gl.load(cu_q + sequence).to(gl.int32)
+    queries = gl.load(cu_q + sequence + 1).to(gl.int32) - begin
+    keys = gl.load(seq_lens + sequence).to(gl.int32)
+    count = gl.where((queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+    return begin, queries, keys, count
+
+
+@gluon.jit
+def _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl.constexpr, WARPS: gl.constexpr):
+    """This program's run of (sequence, kv head, segment): begin, end, the sequence of the first one, and how many runs
+    and partial slots lie before that sequence."""
+    line: gl.constexpr = gl.BlockedLayout([4 // WARPS], [32], [WARPS], [0])
+    work = 0
+    for start in range(0, sequences, 128):
+        b = start + gl.arange(0, 128, line)
+        live = b < sequences
+        begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
+        queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
+        keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
+        segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+        work += gl.sum(segments, 0)
+    whole = (work * kv_heads).to(gl.int64)
+    begin = (whole * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    end = (whole * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    sequence = 0
+    first_item = 0
+    slots = 0
+    passed = 0
+    for start in range(0, sequences, 128):
+        b = start + gl.arange(0, 128, line)
+        live = b < sequences
+        begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
+        queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
+        keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
+        segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+        ends = (passed + gl.associative_scan(segments, 0, _sum)) * kv_heads
+        before = live & (ends <= begin)
+        sequence += gl.sum(before.to(gl.int32), 0)
+        first_item = gl.maximum(first_item, gl.max(gl.where(before, ends, 0), 0))
+        slots += gl.sum(gl.where(before, segments * queries, 0), 0)
+        passed += gl.sum(segments, 0)
+    return begin, end, sequence, first_item, slots
+
+
+@gluon.jit
+def _fetch_segments(
+    k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_empty, v_empty, cu_q, seq_lens, table, sequences, kv_heads,
+    blocks, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
+    KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, SHORT: gl.constexpr,
+):  # fmt: skip
+    """The fetching warp."""
+    begin, end, sequence, first_item, _ = _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 1)
+    taken = 0
+    if begin < end:
+        _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+        for item in range(begin, end):
+            while item >= first_item + count * kv_heads:
+                first_item += count * kv_heads
+                sequence += 1
+                _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+            kv_head = (item - first_item) // count
+            start = (item - first_item) % count * SEGMENT
+            table_row = table + sequence.to(gl.int64) * s_table
+            stop = gl.minimum(start + SEGMENT, length)
+            for first in range(start, stop, KEY_TILE):
+                slot = taken % STAGES
+                free = ((taken // STAGES) & 1) ^ 1
+                taken += 1
+                mbarrier.wait(k_empty.index(slot), free)
+                fetch_tile(k_desc, k_ready.index(slot), k_tiles.index(slot), 0, kv_head * k_head_columns, table_row,
+                           first, (stop - 1) // PAGE, blocks, k_page_rows, kv_head * k_head_rows,
+                           KEY_TILE, PAGE)  # fmt: skip
+                mbarrier.wait(v_empty.index(slot), free)
+                fetch_tile(v_desc, v_ready.index(slot), v_tiles.index(slot), 0, kv_head * v_head_columns, table_row,
+                           first, (stop - 1) // PAGE, blocks, v_page_rows, kv_head * v_head_rows,
+                           KEY_TILE, PAGE)  # fmt: skip
+
+
+@gluon.jit
+def _attend_segments(
+    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, cu_q, seq_lens, table, c,
+    sequences, kv_heads, blocks, sq_t, sq_h, s_table,
+    GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
+    PAGE: gl.constexpr, SHORT: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_tiles.dtype
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_TILE, 16])
+    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_w: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_COLUMNS, 16])
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout_s)
+    left_q: gl.constexpr = gl.DotOperandLayout(0, layout_s, 2)
+    left_o: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
+    left_w: gl.constexpr = gl.DotOperandLayout(0, layout_w, 2)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ENTRIES: gl.constexpr = SEGMENT // PAGE if SEGMENT // PAGE > 128 else 128
+
+    begin, end, sequence, first_item, slots = _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 4)
+    heads = kv_heads * GROUP
+    key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, layout_s))
+    rows = gl.arange(0, GROUP_ROWS, rows_layout)
+    q_rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, left_q))
+    q_d = gl.arange(0, D, gl.SliceLayout(0, left_q))
+    w_rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout_w))
+    o_rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout_o))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, layout_o))
+    empty = gl.zeros([GROUP_ROWS, KEY_TILE], gl.float32, layout_s)
+    taken = 0
+    if begin < end:
+        q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+        for item in range(begin, end):
+            while item >= first_item + count * kv_heads:
+                first_item += count * kv_heads
+                slots += count * q_len
+                sequence += 1
+                q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+            kv_head = (item - first_item) // count
+            segment = (item - first_item) % count
+            start = segment * SEGMENT
+            stop = gl.minimum(start + SEGMENT, length)
+            at = (q_begin + q_rows // GROUP).to(gl.int64) * sq_t + (kv_head * GROUP + q_rows % GROUP).to(
+                gl.int64
+            ) * sq_h
+            q_tile = gl.load(
+                q + gl.expand_dims(at, 1) + gl.expand_dims(q_d, 0), mask=gl.expand_dims(q_rows // GROUP < q_len, 1),
+                other=0.0,
+            )  # fmt: skip
+            entry = start // PAGE + gl.arange(0, ENTRIES, line)
+            page = gl.load(table + sequence.to(gl.int64) * s_table + entry, mask=entry * PAGE < stop, other=0)
+            bad = gl.max(((page < 0) | (page >= blocks)).to(gl.int32), 0)
+            position = gl.where(rows // GROUP < q_len, length - q_len + rows // GROUP, -1)
+            m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, rows_layout)
+            w = gl.zeros([GROUP_ROWS, SUM_COLUMNS], gl.float32, layout_w)
+            o = gl.zeros([GROUP_ROWS, D], gl.float32, layout_o)
+            for first in range(start, stop, KEY_TILE):
+                slot = taken % STAGES
+                phase = (taken // STAGES) & 1
+                taken += 1
+                mbarrier.wait(k_ready.index(slot), phase)
+                s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), empty, use_acc=False, is_async=True)
+                s, q_tile = warpgroup_mma_wait(0, deps=(s, q_tile))
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                if first + KEY_TILE > length - q_len + 1:
+                    s = gl.where(gl.expand_dims(first + key, 0) <= gl.expand_dims(position, 1), s, NEG_INF)
+                m, alpha, p = weigh(s, m, c, first == start, dtype)
+                o = o * columns(alpha, layout_o)
+                w = w * columns(alpha, layout_w)
+                mbarrier.wait(v_ready.index(slot), phase)
+                if first + KEY_TILE > length:
+                    drop_rows(v_tiles.index(slot), length - first, dtype, KEY_TILE, D)
+                left = gl.convert_layout(p, left_o)
+                left_sum = gl.convert_layout(p, left_w)
+                o = warpgroup_mma(left, v_tiles.index(slot), o, is_async=True)
+                w = warpgroup_mma(left_sum, ones.permute((1, 0)), w, is_async=True)
+                o, w, left, left_sum = warpgroup_mma_wait(0, deps=(o, w, left, left_sum))
+                mbarrier.arrive(v_empty.index(slot), count=1)
+            # partial states of slot (sequence, segment, query); a page outside the cache turns them into NaN
+            first_slot = slots + segment * q_len
+            head = kv_head * GROUP
+            at_m = (first_slot + rows // GROUP).to(gl.int64) * heads + head + rows % GROUP
+            gl.store(part_m + at_m, m, mask=rows // GROUP < q_len)
+            at_w = (first_slot + w_rows // GROUP).to(gl.int64) * heads + head + w_rows % GROUP
+            row_sum = gl.where(bad != 0, float("nan"), gl.max(w, 1))
+            gl.store(part_w + at_w, row_sum, mask=w_rows // GROUP < q_len)
+            at_o = (first_slot + o_rows // GROUP).to(gl.int64) * heads + head + o_rows % GROUP
+            gl.store(
+                part_o + gl.expand_dims(at_o * D, 1) + gl.expand_dims(o_d, 0), o,
+                mask=gl.expand_dims(o_rows // GROUP < q_len, 1),
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["sequences", "blocks"])
+def attn_segments_sm90_kernel(
+    q, k_desc, v_desc, part_m, part_w, part_o, cu_q, seq_lens, table, c, sequences, kv_heads, blocks,
+    sq_t, sq_h, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
+    GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
+    PAGE: gl.constexpr, SHORT: gl.constexpr,
+):  # fmt: skip
+    """As ``triton_decode.attn_segments_kernel``: each program takes an equal run of (sequence, kv head, segment)."""
+    dtype: gl.constexpr = k_desc.dtype
+    ones_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, KEY_TILE], dtype)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], v_desc.layout)
+    ones = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, KEY_TILE], ones_shared)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=1)
+    ones.store(gl.full([SUM_COLUMNS, KEY_TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+    fence_async_shared()
+    barrier()
+    # the fold may be brought up meanwhile; it waits for the partial states itself
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    gl.warp_specialize(
+        [
+            (
+                _attend_segments,
+                (
+                    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, cu_q,
+                    seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, s_table,
+                    GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
+                ),
+            ),
+            (
+                _fetch_segments,
+                (
+                    k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_empty, v_empty, cu_q, seq_lens, table,
+                    sequences, kv_heads, blocks, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows,
+                    v_head_columns, s_table,
+                    KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
+                ),
+            ),
+        ],
+        [1],
+        [72],
+    )  # fmt: skip
