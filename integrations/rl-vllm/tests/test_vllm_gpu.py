@@ -100,7 +100,8 @@ def test_graph_eager_compiled_and_captured_engines_equal_the_operators(checkpoin
     assert ("gpu.model_runner" in report["runner"]) == (runner == "v2")
     paged = {x["kernel"] for x in report["launches"] if x["boundary"] == "attention"}
     assert all(x["layout"] == "paged" for x in report["launches"] if x["boundary"] == "attention")
-    assert paged <= {"rl_attn.triton_forward", "rl_attn.triton_decode", "rl_attn.nosplit"}
+    ours = {f"rl_attn.triton_{kernel}" for kernel in ("forward", "decode", "hopper", "hopper_decode")}
+    assert paged <= {*ours, "rl_attn.nosplit"}
 
 
 @pytest.mark.field_report("R30")
