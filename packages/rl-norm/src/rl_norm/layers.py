@@ -113,14 +113,10 @@ def rms_norm(
             )
         heads = x.shape[-2]
         own = _head_leaves(heads, leaves, 1 if comm is None else comm.world_size)
-    needs_grad = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
-    needs_grad = needs_grad and torch.is_grad_enabled()
-    if x.dim() == 3 and residual is None and not needs_grad:
-        # heads are read where they lie, inside qkv
-        return ops.rms_norm_heads(x, weight, float(eps))
     rows = x.reshape(-1, x.shape[-1])
     add = None if residual is None else residual.reshape(-1, x.shape[-1])
-    if needs_grad:
+    needs_grad = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
+    if torch.is_grad_enabled() and needs_grad:
         result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own, tokens)
     elif add is None:
         result = ops.rms_norm(rows, weight, float(eps))[0]

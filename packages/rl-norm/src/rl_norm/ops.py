@@ -63,21 +63,6 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_norm::rms_norm_heads", mutates_args=(), device_types="cpu")
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, heads, D], e.g. a part of qkv as it lies there, weight [D] -> y [T, heads, D]; the bits of ``rms_norm``."""
-    rows = x.reshape(-1, x.shape[-1])
-    check(rows, weight, eps)
-    record_launch(Launch("norm", "rl_norm.cpu.forward", "plain"))
-    return _forward(rows, None, weight, eps)[0].view(x.shape)
-
-
-@rms_norm_heads.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    check(x.reshape(-1, x.shape[-1]), weight, eps)
-    return x.new_empty(x.shape)
-
-
 @torch.library.custom_op("rl_norm::add_rms_norm", mutates_args=(), device_types="cpu")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [M, H], weight [H] -> y [M, H], stream = x + residual [M, H], rstd fp32 [M]."""

@@ -43,13 +43,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-@ops.rms_norm_heads.register_kernel("cuda")
-def _rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # a row's checks; the heads themselves are read where they lie
-    ops.check(x[:, 0], weight, eps)
-    return _ready(x, "forward", "heads").forward_heads(x, weight, eps)
-
-
 @ops.add_rms_norm.register_kernel("cuda")
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     ops.check(x, weight, eps, residual)

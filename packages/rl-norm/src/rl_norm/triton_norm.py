@@ -79,18 +79,15 @@ def _rstd(lanes, eps, H: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def rms_norm_fwd_kernel(
-    x, residual, weight, y, stream, rstd, M, stride_x, stride_residual, eps, stride_head,
+    x, residual, weight, y, stream, rstd, M, stride_x, stride_residual, eps,
     H: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
-    HEADS: tl.constexpr = 1,
 ):  # fmt: skip
-    """KEEP: the row stays in registers between the two passes; otherwise the second one reads it again. With HEADS, row
-    r of x is head r % HEADS of token r // HEADS."""
+    """KEEP: the row stays in registers between the two passes; otherwise the second one reads it again."""
     CHUNKS: tl.constexpr = (H + LANES - 1) // LANES
     TYPE: tl.constexpr = y.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     at, row = tl.arange(0, LANES)[None, :], rows[:, None]
     inside = row < M
-    x_row = x + (row * stride_x if HEADS == 1 else row // HEADS * stride_x + row % HEADS * stride_head)
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     if KEEP:
         # all loads come before the first store, so that none waits for another
@@ -98,7 +95,7 @@ def rms_norm_fwd_kernel(
         for i in tl.static_range(CHUNKS):
             h = i * LANES + at
             mask = (h < H) & inside
-            xs = xs + (tl.load(x_row + h, mask=mask, other=0.0),)  # type: ignore[assignment]
+            xs = xs + (tl.load(x + row * stride_x + h, mask=mask, other=0.0),)  # type: ignore[assignment]
             if ADD:
                 other = tl.load(residual + row * stride_residual + h, mask=mask, other=0.0)
                 others = others + (other,)  # type: ignore[assignment]
@@ -119,7 +116,7 @@ def rms_norm_fwd_kernel(
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
             mask = (h < H) & inside
-            v = tl.load(x_row + h, mask=mask, other=0.0)
+            v = tl.load(x + row * stride_x + h, mask=mask, other=0.0)
             if ADD:
                 v = _stream(v, tl.load(residual + row * stride_residual + h, mask=mask, other=0.0), TYPE, ADD)
                 tl.store(stream + row * H + h, v, mask=mask)
@@ -128,7 +125,7 @@ def rms_norm_fwd_kernel(
         for i in tl.range(CHUNKS, loop_unroll_factor=4):
             h = i * LANES + at
             mask = (h < H) & inside
-            v = tl.load(x_row + h, mask=mask, other=0.0)
+            v = tl.load(x + row * stride_x + h, mask=mask, other=0.0)
             if ADD:
                 v = _stream(v, tl.load(residual + row * stride_residual + h, mask=mask, other=0.0), TYPE, ADD)
             _scaled_chunk(v, tl.load(weight + h, mask=h < H, other=0.0), y, scale[:, None], row, h, mask, H)
@@ -256,26 +253,10 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     if m:
         shape, options = _launch_shape(width, _KEPT_FORWARD, 2)
         rms_norm_fwd_kernel[(triton.cdiv(m, shape["ROWS"]),)](
-            x, other, weight.contiguous(), y, stream, rstd, m, x.stride(0), other.stride(0), eps, 0,
+            x, other, weight.contiguous(), y, stream, rstd, m, x.stride(0), other.stride(0), eps,
             ADD=residual is not None, **shape, **options,
         )  # fmt: skip
     return y, stream, rstd
-
-
-def forward_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, heads, D], any strides with elements of a head side by side -> y [T, heads, D], contiguous."""
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    tokens, heads, width = x.shape
-    y = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
-    rstd = torch.empty(tokens * heads, dtype=torch.float32, device=x.device)
-    if y.numel():
-        shape, options = _launch_shape(width, _KEPT_FORWARD, 2)
-        rms_norm_fwd_kernel[(triton.cdiv(tokens * heads, shape["ROWS"]),)](
-            x, x, weight.contiguous(), y, x, rstd, tokens * heads, x.stride(0), 0, eps, x.stride(1),
-            ADD=False, HEADS=heads, **shape, **options,
-        )  # fmt: skip
-    return y
 
 
 def grad_input(dy: Tensor, stream: Tensor, weight: Tensor, rstd: Tensor, dstream: Tensor | None) -> Tensor:
