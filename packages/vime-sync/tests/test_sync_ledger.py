@@ -1,5 +1,6 @@
 """Every token has one version, every sample one step; what was committed survives a crash, what was not never shows."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_contract import ContractError
-from vime_sync import PolicyVersion, Span, StepLedger, check_spans, spans_from_pauses
+from vime_sync import PolicyVersion, Span, StepLedger, check_spans, spans_from_pauses, tokens_digest
 
 V = [PolicyVersion("run", step, f"{step + 1:064x}"[::-1]) for step in range(8)]
 
@@ -201,7 +202,7 @@ def test_ledger_token_ids_are_required_where_the_rollout_recorded_them():
         ({"token_ids": [4, -5, 6]}, "token id -5 at 1"),
         ({"token_ids": [4, True, 6]}, "token id True at 1"),
         ({"token_ids": torch.tensor([4.0, 5.0, 6.0])}, "at 0"),
-        ({"token_ids": "456"}, "token id '4' at 0"),
+        ({"token_ids": "456"}, "token ids are '456'"),
         ({"generated": 2.0}, "generated=2.0"),
         ({"generated": -1, "spans": []}, "generated=-1"),
         ({"generated": True}, "generated=True"),
@@ -362,3 +363,48 @@ def test_events_of_a_batch_wait_for_the_disk_once_and_are_checked_one_by_one(tmp
         assert len(waits) == 2
     with StepLedger(path, run_id="run") as ledger:
         assert ledger.check_run(1)["samples"] == 20
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[1.5], [1.0], [True], [-1], ["1"], "12", b"12", None, 7, [[1]], torch.ones(2), torch.tensor([True]),
+     torch.tensor([[1], [2]]), np.array([True]), [np.float64(1)], [None]],
+)  # fmt: skip
+def test_a_digest_of_tokens_that_are_no_integers_is_refused_as_the_ledger_does(ids):
+    refused(lambda: tokens_digest(ids), "tokens_digest", "integers of 0 or more")
+    with StepLedger(run_id="run") as ledger:
+        ledger.add_version(V[0])
+        if ids is not None:
+            refused(lambda: ledger.add_sample("a", generated=0, spans=[], token_ids=ids), "integers of 0 or more")
+
+
+def test_a_digest_of_tokens_is_sha256_of_the_decimal_numbers():
+    assert tokens_digest([]) == hashlib.sha256(b"").hexdigest()
+    want = hashlib.sha256(b"1,20,300").hexdigest()
+    for ids in ([1, 20, 300], (1, 20, 300), np.array([1, 20, 300], np.int32), torch.tensor([1, 20, 300])):
+        assert tokens_digest(ids) == want
+    assert tokens_digest([12]) != tokens_digest([1, 2])
+
+
+@pytest.mark.parametrize("run_id", ["a b", "", "a:b", "a\n", None, 3])
+def test_a_run_id_that_no_version_can_carry_is_refused_by_both(run_id, tmp_path):
+    refused(lambda: PolicyVersion(run_id, 0, "0" * 64), "run_id", "letters, digits")
+    refused(lambda: StepLedger(tmp_path / "ledger", run_id=run_id), "run_id", "letters, digits")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b"{", b"7", b"null", b'{"event":"step","step":Infinity,"ids":[],"tokens":{}}', b"[" * 100_000,
+     b'{"event":"version","run":1,"step":0,"digest":2}', b'{"event":"drop","id":[],"reason":""}'],
+)  # fmt: skip
+def test_a_damaged_line_is_named_whatever_the_damage(line, tmp_path):
+    path = tmp_path / "ledger"
+    StepLedger(path, run_id="run").close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + line + b"\n")
+    refused(lambda: StepLedger(path, run_id="run"), f"{path} line 2")
+    # it was not held by the refused one
+    path.write_bytes(whole)
+    StepLedger(path, run_id="run").close()
+    refused(lambda: StepLedger(tmp_path, run_id="run"), "cannot be opened")

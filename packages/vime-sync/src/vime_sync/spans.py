@@ -64,20 +64,24 @@ def spans_from_pauses(starts: Sequence[tuple[int, str]], generated: int) -> tupl
 
 
 def whole_number(value: Any) -> bool:
-    """An integer of any library; True is none, nor is 2.0."""
+    """An integer of any library; True is none, nor is 2.0, nor an array that holds one."""
     try:
         operator.index(value)
-    except TypeError:
+    except (TypeError, ValueError):
         return False
-    return not isinstance(value, bool)
+    # a library's own bool and a tensor of one element pass as an index
+    boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    return not boolean and getattr(value, "ndim", 0) == 0
 
 
 def token_ids_of(where: str, token_ids: Iterable[Any]) -> list[int]:
     """The ids as integers.
 
     Raises:
-        ContractError: one is no integer or is negative.
+        ContractError: one is no integer or is negative, or these are no list of numbers, as text or bytes.
     """
+    if isinstance(token_ids, (str, bytes, bytearray)) or not isinstance(token_ids, Iterable):
+        raise ContractError(f"{where}: token ids are {token_ids!r}; supported: a sequence of integers of 0 or more")
     found: list[int] = []
     for at, value in enumerate(token_ids):
         if not whole_number(value) or value < 0:
@@ -87,8 +91,12 @@ def token_ids_of(where: str, token_ids: Iterable[Any]) -> list[int]:
 
 
 def tokens_digest(token_ids: Sequence[int]) -> str:
-    """Hex sha256 of token ids, as decimal numbers joined by commas."""
-    return hashlib.sha256(",".join(str(int(i)) for i in token_ids).encode()).hexdigest()
+    """Hex sha256 of token ids, as decimal numbers joined by commas.
+
+    Raises:
+        ContractError: one is no integer or is negative, as ``StepLedger`` refuses it.
+    """
+    return hashlib.sha256(",".join(map(str, token_ids_of("tokens_digest", token_ids))).encode()).hexdigest()
 
 
 def _brief(spans: Sequence[Span]) -> list[tuple[str, int, int]]:

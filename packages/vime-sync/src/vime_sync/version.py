@@ -8,6 +8,12 @@ from rl_contract import ContractError
 SHORT_DIGEST = 12
 
 
+def check_run_id(run_id: str) -> None:
+    """Raise ContractError for a run id that no version string could carry."""
+    if not isinstance(run_id, str) or not re.fullmatch(r"[A-Za-z0-9._-]+", run_id):
+        raise ContractError(f"run_id {run_id!r} is not usable; use letters, digits, '.', '_' and '-'")
+
+
 @dataclass(frozen=True)
 class PolicyVersion:
     """``step`` is the training step whose samples these weights produce, ``digest`` the manifest's.
@@ -21,11 +27,10 @@ class PolicyVersion:
     digest: str
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", self.run_id):
-            raise ContractError(f"run_id {self.run_id!r} is not usable; use letters, digits, '.', '_' and '-'")
+        check_run_id(self.run_id)
         if not isinstance(self.step, int) or isinstance(self.step, bool) or self.step < 0:
             raise ContractError(f"step {self.step!r} is not usable; give a whole number from 0 up")
-        if not re.fullmatch(r"[0-9a-f]{12,64}", self.digest):
+        if not isinstance(self.digest, str) or not re.fullmatch(r"[0-9a-f]{12,64}", self.digest):
             raise ContractError(f"digest {self.digest!r} is not usable; give 12 to 64 lower-case hex digits")
 
     def __str__(self) -> str:
@@ -34,8 +39,9 @@ class PolicyVersion:
     @classmethod
     def parse(cls, text: str) -> "PolicyVersion":
         """Read ``run:step:digest``; anything else (an engine's own label, say ``default``) raises ContractError."""
-        parts = text.split(":")
-        if len(parts) != 3 or not re.fullmatch(r"0|[1-9][0-9]*", parts[1]):
+        parts = text.split(":") if isinstance(text, str) else []
+        # no run has a step of twenty digits, and Python refuses to read numbers of thousands
+        if len(parts) != 3 or not re.fullmatch(r"0|[1-9][0-9]{0,18}", parts[1]):
             raise ContractError(
                 f"{text!r} is no policy version; needed is run:step:digest. An engine that still reports its own label "
                 "has not been given weights by a publisher"
