@@ -181,6 +181,16 @@ def test_a_plan_that_moves_bits_is_refused_by_name():
             plans.Plans.from_dict(
                 {"arch": "sm90", "rows": [{"kernel": "forward", "head_dim": 64, "warps": 4, name: 1}]}
             )
+    row = {"kernel": "forward", "head_dim": 64, "warps": 4}
+    for bad, words in (
+        ({}, "lacks 'arch'; lacks 'rows'"),
+        ({"arch": "sm9O", "rows": []}, "arch='sm9O', supported"),
+        ({"arch": "sm90", "rows": [row | {"head_dim": 64.5}]}, "head_dim=64.5, supported: a whole number"),
+        ({"arch": "sm90", "rows": [row | {"specialised": "zzz"}]}, "specialised='zzz', supported: true"),
+        ({"arch": "sm90", "rows": [{"kernel": "forward"}]}, "lacks 'head_dim'; lacks 'warps'"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            plans.Plans.from_dict(bad)
     with pytest.raises(ContractError, match="powers of two"):
         plans.Row(kernel="forward", head_dim=64, warps=3)
     with pytest.raises(ContractError, match="head_dim=512"):

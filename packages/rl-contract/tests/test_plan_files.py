@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from rl_contract import ContractError
-from rl_contract.plans import PlanFiles, refuse_fields
+from rl_contract.plans import PlanFiles, build, refuse_fields
 
 
 @dataclass(frozen=True)
@@ -53,3 +53,38 @@ def test_a_field_that_decides_the_bits_is_refused_by_name(tmp_path, package):
         path.write_text(json.dumps(data))
         with pytest.raises(ContractError, match=message):
             PlanFiles(package, Plans.from_dict).read(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"null", b'{"arch": "sm90", "ti', b"\xff\x00\x93PLAN", b'{"arch": "sm90"}', b"[" * 100_000],
+    ids=["empty", "no fields", "list", "null", "cut", "binary", "half", "deep"],
+)
+def test_a_file_that_is_no_plan_is_refused_and_named(tmp_path, package, content):
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    own = PlanFiles(package, Plans.from_dict)
+    with pytest.raises(ContractError, match=r"mine\.json.*supported"):
+        own.read(path)
+    shipped = tmp_path / "planned" / "plans" / "sm90.json"
+    shipped.write_bytes(content)
+    with pytest.raises(ContractError, match=r"sm90\.json.*supported"):
+        own.shipped("sm90")
+
+
+@dataclass(frozen=True)
+class Row:
+    use: str
+    m: int
+    swap: bool = False
+
+
+def test_every_field_of_a_row_has_its_type():
+    assert build(Row, {"use": "leaf", "m": 2**62, "swap": True}, (), "f: row") == Row("leaf", 2**62, True)
+    with pytest.raises(ContractError, match="f: row: lacks 'm'; use=1, supported: a word; swap='zzz', supported: true"):
+        build(Row, {"use": 1, "swap": "zzz"}, (), "f: row")
+    for m in (1.5, -1, True, "1", None):
+        with pytest.raises(ContractError, match=f"m={m!r}, supported: a whole number"):
+            build(Row, {"use": "leaf", "m": m}, (), "f: row")
+    with pytest.raises(ContractError, match="f: row is"):
+        build(Row, [1], (), "f: row")

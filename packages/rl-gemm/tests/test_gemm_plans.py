@@ -72,6 +72,31 @@ def test_malformed_files_are_rejected():
     broken(lambda d: d["rows"][0].update(use="library"))
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(arch="sm9O"), "arch='sm9O', supported: .*'sm90'"),
+        (lambda d: d["rows"][0].update(m=1.5), "m=1.5, supported: a whole number"),
+        (lambda d: d["rows"][0].update(n=-1), "n=-1, supported: a whole number"),
+        (lambda d: d["rows"][0].update(k=-1), "k=-1, supported: a whole number"),
+        (lambda d: d["rows"][0].update(leaves=-2), "leaves=-2, supported: a whole number"),
+        (lambda d: d["rows"][0].pop("m"), "lacks 'm'"),
+        (lambda d: next(iter(d["kernels"].values())).update(swap="zzz"), "swap='zzz', supported: true or false"),
+        (lambda d: next(iter(d["kernels"].values())).pop("warps"), "lacks 'warps'"),
+        (lambda d: d.update(rows={}), "rows={}, supported: a list"),
+        (lambda d: d.update(certificates=[{"library": "l"}]), "certificate: lacks 'claims'; lacks 'environment'"),
+        (lambda d: d.clear(), "lacks 'arch'; lacks 'kernels'; lacks 'rows'"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_refused_by_name(tmp_path, change, words):
+    bad = small()
+    change(bad)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(bad))
+    with pytest.raises(ContractError, match=f"mine.json.*{words}"):
+        plans.read(path)
+
+
 def test_the_library_needs_a_certificate_of_this_environment():
     claim = plans.Claim(operation="forward", n=8, k=16, m_min=33, m_max=8192)
     here = {"device": "X", "torch": "2.11"}

@@ -51,6 +51,19 @@ def test_broken_plans_are_refused():
     assert "one tile of 128" in broken(lambda s: next(iter(s["kernels"].values())).update(block_n=64))
     assert "supported: ('stats'" in broken(lambda s: s["rows"][0].update(operation="sum"))
     assert "unknown fields" in broken(lambda s: s.update(more=1))
+    assert "arch='sm9O', supported" in broken(lambda s: s.update(arch="sm9O"))
+    assert "tokens=1.5, supported: a whole number" in broken(lambda s: s["rows"][0].update(tokens=1.5))
+    assert "lacks 'use'" in broken(lambda s: s["rows"][0].pop("use"))
+    assert "rows='all', supported: a list" in broken(lambda s: s.update(rows="all"))
+    assert "lacks 'arch'; lacks 'kernels'; lacks 'rows'" in broken(lambda s: s.clear())
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]"])
+def test_a_file_that_is_no_plan_is_refused_and_named(tmp_path, content):
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    with pytest.raises(ContractError, match=r"mine\.json"):
+        plans.read(path)
 
 
 def settings(**more):

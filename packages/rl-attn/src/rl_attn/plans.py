@@ -5,12 +5,14 @@ matrix unit are no fields of a plan, and a file that asks for one is rejected by
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rl_contract import ContractError
-from rl_contract.plans import PlanFiles, refuse_fields
+from rl_contract.plans import PlanFiles, build, check_fields, refuse_fields
+from rl_contract.profile import ARCHS
 
+GENERIC = "generic"
 KERNELS = ("forward", "paged", "segments", "fold", "grad_queries", "grad_keys")
 FORBIDDEN = (
     "key_tile", "segment", "kpack", "matrix_instr_nonkdim", "input_precision", "allow_tf32", "max_num_imprecise_acc",
@@ -81,14 +83,23 @@ class Plans:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "plan file") -> "Plans":
-        refuse_fields(data, {"arch", "rows"}, FORBIDDEN, where)
-        known = {f.name for f in fields(Row)}
-        for row in data["rows"]:
-            refuse_fields(row, known, FORBIDDEN, where)
-        return cls(arch=data["arch"], rows=tuple(Row(**row) for row in data["rows"]))
+        """Check and build.
+
+        Raises:
+            ContractError: an unknown or forbidden field, one that is missing or of another type.
+        """
+        types = {"arch": str, "rows": list}
+        if isinstance(data, Mapping):
+            refuse_fields(data, types, FORBIDDEN, where)
+        check_fields(data, types, types, where)
+        supported = (*(arch for arch in ARCHS if arch != "cpu"), GENERIC)
+        if data["arch"] not in supported:
+            raise ContractError(f"{where}: arch={data['arch']!r}, supported: {supported}")
+        rows = tuple(build(Row, row, FORBIDDEN, f"{where}: row {row}") for row in data["rows"])
+        return cls(arch=data["arch"], rows=rows)
 
 
-plan_files = PlanFiles("rl_attn", Plans.from_dict, fallback="generic")
+plan_files = PlanFiles("rl_attn", Plans.from_dict, fallback=GENERIC)
 shipped = plan_files.shipped
 use = plan_files.use
 current = plan_files.current

@@ -5,7 +5,9 @@ A plan chooses among things that leave the bits alone; a file that asks for anyt
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,6 +20,8 @@ class _HasArch(Protocol):
 
 
 P = TypeVar("P", bound=_HasArch)
+R = TypeVar("R")
+_WORDS = {int: "a whole number from 0", bool: "true or false", str: "a word", Mapping: "an object", list: "a list"}
 
 
 def refuse_fields(given: Collection[str], known: Collection[str], forbidden: Collection[str], where: str) -> None:
@@ -30,6 +34,33 @@ def refuse_fields(given: Collection[str], known: Collection[str], forbidden: Col
         )
     if unknown:
         raise ContractError(f"{where} has unknown fields {sorted(unknown)}; supported: {sorted(known)}")
+
+
+def check_fields(data: Any, types: Mapping[str, Any], needed: Collection[str], where: str) -> None:
+    """Raises ContractError naming every field of ``needed`` that ``data`` lacks and every one of another type.
+
+    Types: ``int`` (from 0), ``bool``, ``str``, ``Mapping`` or ``list``.
+    """
+    if not isinstance(data, Mapping):
+        raise ContractError(f"{where} is {str(data)[:40]!r}; supported: an object with {sorted(types)}")
+    problems = [f"lacks {name!r}" for name in sorted(needed) if name not in data]
+    for name, kind in types.items():
+        value = data.get(name)
+        fits = isinstance(value, kind) and (kind is not int or (not isinstance(value, bool) and value >= 0))
+        if name in data and not fits:
+            problems.append(f"{name}={value!r}, supported: {_WORDS[kind]}")
+    if problems:
+        raise ContractError(f"{where}: " + "; ".join(problems) + "; mend the file")
+
+
+def build(record: type[R], data: Any, forbidden: Collection[str], where: str) -> R:
+    """The dataclass ``record`` from one object of a plan file, every field's name and type checked."""
+    known = {f.name: f.type for f in fields(record)}  # type: ignore[arg-type]
+    needed = [f.name for f in fields(record) if f.default is MISSING]  # type: ignore[arg-type]
+    if isinstance(data, Mapping):
+        refuse_fields(data, known, forbidden, where)
+    check_fields(data, known, needed, where)
+    return record(**data)
 
 
 class PlanFiles(Generic[P]):
@@ -48,7 +79,25 @@ class PlanFiles(Generic[P]):
         self.own: dict[str, P] = {}
 
     def read(self, path: Path) -> P:
-        return self._parse(json.loads(path.read_text()), path.name)
+        """The plans in the file ``path``.
+
+        Raises:
+            ContractError: no JSON object in UTF-8, or not a valid plan; names the file.
+        """
+        return self._load(Path(path))
+
+    def _load(self, path: Path | Traversable) -> P:
+        remedy = f"supported: a plan file of {self._package}, a JSON object as in its folder plans; write it again"
+        try:
+            data = json.loads(path.read_bytes().decode())
+        except (ValueError, RecursionError) as error:
+            raise ContractError(f"{path} holds no JSON: {error}; {remedy}") from error
+        if not isinstance(data, dict):
+            raise ContractError(f"{path} holds a JSON {type(data).__name__}; {remedy}")
+        try:
+            return self._parse(data, path.name)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ContractError(f"{path} is no valid plan: {type(error).__name__}: {error}; {remedy}") from error
 
     def shipped(self, arch: str) -> P:
         """The plans of ``arch`` that come with the package.
@@ -64,7 +113,7 @@ class PlanFiles(Generic[P]):
             if not path.is_file():
                 there = sorted(p.name.removesuffix(".json") for p in room.iterdir() if p.name.endswith(".json"))
                 raise ContractError(f"{self._package} has no plans for {arch!r}, supported: {there}")
-            self._shipped[arch] = self._parse(json.loads(path.read_text()), path.name)
+            self._shipped[arch] = self._load(path)
         return self._shipped[arch]
 
     def use(self, plans: P) -> None:

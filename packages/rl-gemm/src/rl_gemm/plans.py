@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rl_contract import ContractError
-from rl_contract.plans import PlanFiles, refuse_fields
+from rl_contract.plans import PlanFiles, build, check_fields, refuse_fields
+from rl_gemm.contract import MATRIX_STEP
 
 OPERATIONS = ("forward", "grad_input", "grad_weight")
 # where no row names a kernel for it, the two operations run in turn
@@ -89,9 +90,7 @@ class Kernel:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> "Kernel":
-        known = {f.name for f in fields(cls)}
-        refuse_fields(data, known, FORBIDDEN, where)
-        return cls(**data)
+        return build(cls, data, FORBIDDEN, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +175,12 @@ class Plans:
         Raises:
             ContractError: an unknown or forbidden field, a use of a kernel that is not there, a missing fallback.
         """
-        known = {"arch", "kernels", "rows", "certificates", "note"}
-        refuse_fields(data, known, FORBIDDEN, where)
+        types = {"arch": str, "kernels": Mapping, "rows": list, "certificates": list, "note": str}
+        if isinstance(data, Mapping):
+            refuse_fields(data, types, FORBIDDEN, where)
+        check_fields(data, types, ("arch", "kernels", "rows"), where)
+        if data["arch"] not in MATRIX_STEP:
+            raise ContractError(f"{where}: arch={data['arch']!r}, supported: {sorted(MATRIX_STEP)}")
         kernels = {}
         for name, spec in data["kernels"].items():
             kernels[name] = Kernel.from_dict(spec, f"{where}: kernel {name!r}")
@@ -187,9 +190,7 @@ class Plans:
                 )
         rows = []
         for spec in data["rows"]:
-            row_known = {f.name for f in fields(Row)}
-            refuse_fields(spec, row_known, FORBIDDEN, f"{where}: row {spec}")
-            row = Row(**spec)
+            row = build(Row, spec, FORBIDDEN, f"{where}: row {spec}")
             if row.operation not in (*OPERATIONS, GATE_UP):
                 raise ContractError(f"{where}: row {spec}: operation, supported: {(*OPERATIONS, GATE_UP)}")
             for name in (row.use, row.otherwise):
@@ -211,15 +212,17 @@ class Plans:
                 raise ContractError(
                     f"{where}: {operation} needs rows of leaf kernels with n = k = leaves = 0 up to m={ANY_M}"
                 )
-        certificates = tuple(
-            Certificate(
-                library=c["library"],
-                environment=c["environment"],
-                claims=tuple(Claim(**claim) for claim in c["claims"]),
-            )
-            for c in data.get("certificates", ())
-        )
+        certificates = tuple(_certificate(c, where) for c in data.get("certificates", ()))
         return cls(arch=data["arch"], kernels=kernels, rows=tuple(rows), certificates=certificates)
+
+
+def _certificate(data: Any, where: str) -> Certificate:
+    where = f"{where}: certificate"
+    types = {"library": str, "environment": Mapping, "claims": list}
+    check_fields(data, types, types, where)
+    refuse_fields(data, types, FORBIDDEN, where)
+    claims = tuple(build(Claim, claim, FORBIDDEN, f"{where}: claim {claim}") for claim in data["claims"])
+    return Certificate(library=data["library"], environment=data["environment"], claims=claims)
 
 
 plan_files = PlanFiles("rl_gemm", Plans.from_dict)

@@ -7,11 +7,12 @@ name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rl_contract import ContractError
-from rl_contract.plans import PlanFiles, refuse_fields
+from rl_contract.plans import PlanFiles, build, check_fields, refuse_fields
+from rl_logprob.contract import GPU_ARCHS
 
 OPERATIONS = ("stats", "gradient")
 # logits in memory, a bounded number of ids at a time: the product is rl-gemm's, and so is its choice of library or
@@ -99,22 +100,22 @@ class Plans:
         Raises:
             ContractError: an unknown or forbidden field, a use of a kernel that is not there, a missing fallback.
         """
-        known = {"arch", "kernels", "rows", "note"}
-        refuse_fields(data, known, FORBIDDEN, where)
+        types = {"arch": str, "kernels": Mapping, "rows": list, "note": str}
+        if isinstance(data, Mapping):
+            refuse_fields(data, types, FORBIDDEN, where)
+        check_fields(data, types, ("arch", "kernels", "rows"), where)
+        if data["arch"] not in GPU_ARCHS:
+            raise ContractError(f"{where}: arch={data['arch']!r}, supported: {sorted(GPU_ARCHS)}")
         kernels = {}
         for name, spec in data["kernels"].items():
-            kernel_known = {f.name for f in fields(Kernel)}
-            refuse_fields(spec, kernel_known, FORBIDDEN, f"{where}: kernel {name!r}")
-            kernels[name] = Kernel(**spec)
+            kernels[name] = build(Kernel, spec, FORBIDDEN, f"{where}: kernel {name!r}")
             if kernels[name].name != name:
                 raise ContractError(
                     f"{where}: kernel {name!r} describes {kernels[name].name!r}; names follow the fields"
                 )
         rows = []
         for spec in data["rows"]:
-            row_known = {f.name for f in fields(Row)}
-            refuse_fields(spec, row_known, FORBIDDEN, f"{where}: row {spec}")
-            row = Row(**spec)
+            row = build(Row, spec, FORBIDDEN, f"{where}: row {spec}")
             if row.operation not in OPERATIONS:
                 raise ContractError(f"{where}: row {spec}: operation, supported: {OPERATIONS}")
             for name in (row.use, row.otherwise):
@@ -135,3 +136,4 @@ plan_files = PlanFiles("rl_logprob", Plans.from_dict)
 shipped = plan_files.shipped
 use = plan_files.use
 current = plan_files.current
+read = plan_files.read
