@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, MissingSupport, Profile, build_profile
+from vime_sync.rope import ROPE_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support.md"
@@ -34,6 +35,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+# the spelling of transformers 5, which older readers of rope_scaling pass over
+DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 
 
 def other(label: str, architecture: str, **changes: Any) -> Case:
@@ -51,6 +54,17 @@ SECTIONS: dict[str, list[Case]] = {
         Case(label="Llama, tied head", changes={**LLAMA, "tie_word_embeddings": True}),
         Case(label="Llama, llama3 positions", changes={**LLAMA, "rope_scaling": LLAMA3}),
         Case(label="YaRN positions", changes={"rope_scaling": YARN}, named="yarn"),
+        Case(
+            label="rope_scaling (llama3) beside another rope_parameters",
+            changes={**LLAMA, "rope_scaling": LLAMA3, "rope_parameters": DEFAULT},
+            named="rope_parameters",
+        ),
+        Case(
+            label="rope_scaling (YaRN) beside another rope_parameters",
+            changes={"rope_scaling": YARN, "rope_parameters": DEFAULT},
+            named="yarn",
+        ),
+        Case(label="partial rotary factor", changes={"partial_rotary_factor": 0.5}, named="partial_rotary_factor"),
         other("Qwen2 (bias in q, k, v)", "Qwen2ForCausalLM"),
         Case(label="sliding window", changes={"use_sliding_window": True, "sliding_window": 128}, named="sliding"),
         Case(label="attention bias", changes={"attention_bias": True}, named="attention_bias"),
@@ -131,6 +145,9 @@ def build() -> str:
         "",
         "Accepted means that a run may start. Bits are compared on whole trainers at TP 1 to 8 and CP 1 to 4 and on "
         "whole engines at TP 1 to 4, TP 8 operator by operator; see [field reports](field-reports.md) for the tests.",
+        "",
+        f"Positions have one rule for both engines, `vime_sync.rope`: {' and '.join(ROPE_TYPES)}. Where a config.json "
+        "states them twice (`rope_scaling`, `rope_parameters`), both must say the same.",
         "",
         "No accelerator is in the table before its results are published.",
     ]

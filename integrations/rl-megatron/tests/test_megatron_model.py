@@ -418,9 +418,12 @@ def test_both_spellings_of_rope_are_one(tiny: Any) -> None:
 
 def test_native_refuses_a_rope_rule_that_megatron_has_fixed(one_rank: None, tiny: Any) -> None:
     config = tiny.tiny_config(
-        rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+        rope_scaling={
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "original_max_position_embeddings": 256,
+        }
     )
     profile = tiny.tiny_profile(config, rope=dict(ModelConfig.from_hf(config).rope))
     build_model(config, profile, ParallelConfig())
-    with pytest.raises(ContractError, match="yarn"):
+    with pytest.raises(ContractError, match="supported natively: llama3"):
         build_model(config, profile, ParallelConfig(), mode="native")

@@ -6,13 +6,13 @@ from typing import Any
 
 from rl_attn.rope import inverse_frequencies
 from rl_contract import ContractError, Profile
+from vime_sync import rope as rope_rules
 from vime_sync import shape
 
 ARCHITECTURES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported ``architectures`` entries, and whether the model has q/k norms."""
 
 CP_SIZES = (1, 2, 4)
-ROPE_TYPES = ("default", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,9 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(key):
             problems.append(f"{key}={config[key]} (mixture of experts)")
-    layer_types = config.get("layer_types") or []
+    stated = config.get("layer_types")
+    # anything but names is among the value problems
+    layer_types = [t for t in stated if isinstance(t, str)] if isinstance(stated, (list, tuple)) else []
     sliding = config.get("sliding_window") and config.get("use_sliding_window", names != ["Qwen3ForCausalLM"])
     if sliding or any(t != "full_attention" for t in layer_types):
         problems.append(
@@ -169,32 +171,13 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         problems.append("quantization_config (quantised weights)")
     if shape.value_problems(config):
         return problems
-    rule = _rope_parameters(config)
-    partial = float(rule.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0:
-        problems.append(f"partial_rotary_factor={partial}, supported: 1.0")
-    if rule["rope_type"] not in ROPE_TYPES:
-        problems.append(f"rope_type={rule['rope_type']!r}, supported: {ROPE_TYPES}")
-    return problems
-
-
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    # older checkpoints spell it rope_scaling and keep rope_theta beside it
-    rule = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rule.pop("rope_type", None) or rule.pop("type", None) or "default"
-    rule.pop("type", None)
-    return {"rope_type": kind, **{k: v for k, v in sorted(rule.items()) if v is not None}}
+    return problems + rope_rules.unsupported_rope(config)
 
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    rule = _rope_parameters(config)
-    theta = rule.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    rule.pop("partial_rotary_factor", None)
-    rope: dict[str, Any] = {"theta": float(theta), "rotary_dim": head_dim}
-    if rule["rope_type"] != "default":
-        rope |= rule
+    rope = rope_rules.rope_settings(config, head_dim)
     # the table's own checks, before anything is loaded
-    inverse_frequencies(head_dim, float(theta), {k: v for k, v in rope.items() if k not in ("theta", "rotary_dim")})
+    inverse_frequencies(head_dim, rope["theta"], {k: v for k, v in rope.items() if k not in ("theta", "rotary_dim")})
     return rope
 
 

@@ -338,11 +338,8 @@ def _stop_tokens(config: dict[str, Any], vocab_size: int) -> Iterator[str]:
 
 def _shape(config: dict[str, Any]) -> Any:
     from rl_megatron.config import ModelConfig
-    from rl_vllm.settings import rope_settings
     from vime_sync.layout import ModelShape
 
-    # the engine takes fewer rotary rules than the trainer: its refusal names what a run supports
-    rope_settings(config)
     ModelConfig.from_hf(config)
     return ModelShape.from_hf_config(config)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Settings
+from vime_sync import rope as rope_rules
 from vime_sync.shape import architectures, head_dim, value_problems
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
-ROPE_TYPES = ("default", "llama3")
 
 
 def hf_config_dict(source: Any) -> dict[str, Any]:
@@ -42,17 +42,7 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if problems := value_problems(config):
         raise ContractError(f"the model config has {'; '.join(problems)}")
-    # transformers 5 keeps theta and the rule in one dict, older files have rope_theta and rope_scaling
-    rule = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = rule.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = rule.pop("rope_type", None) or rule.pop("type", None) or "default"
-    rule.pop("type", None)
-    partial = float(rule.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0)
-    if kind not in ROPE_TYPES:
-        raise ContractError(f"rope type {kind!r} is not supported; supported: {ROPE_TYPES}; use such a model")
-    rope: dict[str, Any] = {"theta": float(theta), "rotary_dim": int(head_dim(config) * partial)}
-    if kind != "default":
-        rope |= {"rope_type": kind, **{k: v for k, v in sorted(rule.items()) if v is not None}}
+    rope = rope_rules.rope_settings(config, head_dim(config))
     # imported here: every vLLM process loads this file with the plugin, and a worker's start walks all loaded modules,
     # where it stumbles over llvmlite's, which come with the kernels
     from rl_attn.rope import inverse_frequencies

@@ -1,11 +1,11 @@
 """What a dense Llama or Qwen model looks like in Hugging Face coordinates, and which architectures are covered."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_contract import ContractError, MissingSupport
+from vime_sync.rope import finite_above, rope_problems
 
 # architecture -> (q and k norms, qkv bias)
 _ARCHITECTURES = {
@@ -40,7 +40,7 @@ class ModelShape:
         Raises:
             MissingSupport: the architecture, or a feature of it (sliding window, experts, quantised weights, a bias
                 outside q/k/v, an activation other than SiLU), is not covered.
-            ContractError: a size is missing or inconsistent.
+            ContractError: a size is missing or inconsistent, or entries contradict each other.
         """
         architecture = _architecture(config)
         _refuse_features(config, architecture)
@@ -169,7 +169,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def value_problems(config: Mapping[str, Any]) -> list[str]:
-    """Entries of a ``config.json`` that are there with a value no model can have, one line each."""
+    """Entries of a ``config.json`` that no model can have or that contradict each other, one line each."""
     found = []
     optional = ("num_key_value_heads", "head_dim")
     for key in (*_SIZES, "max_position_embeddings", *optional):
@@ -178,29 +178,12 @@ def value_problems(config: Mapping[str, Any]) -> list[str]:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             found.append(f"{key}={value!r}, supported: a positive integer; correct config.json")
-    if "rms_norm_eps" in config and not _finite_above(config["rms_norm_eps"], 0):
+    if "rms_norm_eps" in config and not finite_above(config["rms_norm_eps"], 0):
         found.append(f"rms_norm_eps={config['rms_norm_eps']!r}, supported: a positive number; correct config.json")
     layers = config.get("layer_types")
     if layers is not None and not (isinstance(layers, (list, tuple)) and all(isinstance(x, str) for x in layers)):
         found.append(f"layer_types={layers!r}, supported: a list of names or null; correct config.json")
-    rules = [("config.json", config)]
-    for key in ("rope_scaling", "rope_parameters"):
-        rule = config.get(key)
-        if isinstance(rule, Mapping):
-            rules.append((key, rule))
-        elif rule is not None:
-            found.append(f"{key}={rule!r}, supported: an object or null; correct config.json")
-    for place, rule in rules:
-        if rule.get("rope_theta") is not None and not _finite_above(rule["rope_theta"], 1):
-            found.append(f"rope_theta={rule['rope_theta']!r} in {place}, supported: a number above 1; correct it")
-        partial = rule.get("partial_rotary_factor")
-        if partial is not None and not _finite_above(partial, 0):
-            found.append(f"partial_rotary_factor={partial!r} in {place}, supported: 1.0; correct it")
-    return found
-
-
-def _finite_above(value: object, floor: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and floor < value and math.isfinite(value)
+    return found + rope_problems(config)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
