@@ -197,7 +197,7 @@ class StrictRunnerSampler(runner_v2.Sampler):
     """For the V2 model runner: takes over the stock sampler's request states."""
 
     def __init__(self, profile: Profile, stock: Any, device: torch.device) -> None:
-        vars(self).update(vars(stock))
+        self.__dict__.update(vars(stock))
         self.draws = Draws(profile, device)
         self._scored: Scored | None = None
 
@@ -237,7 +237,7 @@ class StrictPromptLogprobs(PromptLogprobsWorker):
     """Prompt tokens' log-probabilities at temperature 1, by the strict operator; V2 model runner."""
 
     def __init__(self, stock: Any, draws: Draws) -> None:
-        vars(self).update(vars(stock))
+        self.__dict__.update(vars(stock))
         self.draws = draws
 
     def compute_prompt_logprobs(self, *args: Any, **kwargs: Any) -> Any:
