@@ -57,6 +57,48 @@ def test_fingerprint_ignores_mapping_order():
     assert a.fingerprint == b.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rounding": "abc"}, "rounding='abc', supported: a list"),
+        ({"rounding": ("output", 1)}, r"rounding=\('output', 1\), supported: a list"),
+        ({"precision": None, "merge": 3}, "merge=3, supported: a text; precision=None, supported: a mapping"),
+        ({"precision": {"speed": "fp32"}, "arch": ""}, r"'arch' is empty.*precision has \['speed'\]"),
+        ({"primitives": {"exp2": 1}}, "primitives={'exp2': 1}, supported: a mapping"),
+        ({"colour": "x", "shape": "y"}, r"unknown keys \['colour', 'shape'\]"),
+    ],
+)
+def test_a_malformed_contract_is_refused_and_lists_all(change, words):
+    with pytest.raises(ContractError, match=words):
+        Contract.from_dict({**contract().to_dict(), **change})
+
+
+def test_missing_fields_of_contracts_and_profiles_are_listed():
+    with pytest.raises(
+        ContractError, match=r"Contract: lacks \['dependency', .*'rounding'\]; has unknown keys \['x'\]"
+    ):
+        Contract.from_dict({"boundary": "gemm.row", "x": 1})
+    with pytest.raises(ContractError, match="Contract: got 'None'"):
+        Contract.from_dict(None)
+    with pytest.raises(ContractError, match=r"Settings: lacks \['hidden_size', 'vocab_size', 'norm_eps', 'rope'\]"):
+        Settings.from_dict({})
+    good = Profile(name="p", settings=SETTINGS, contracts={"gemm.row": contract()}).to_dict()
+    assert Profile.from_dict(good).to_dict() == good
+    for bad, words in (
+        ({}, r"Profile: lacks \['name', 'settings'\]"),
+        ([], "Profile: got"),
+        (good | {"name": None, "colour": 1}, r"unknown keys \['colour'\].*name=None"),
+        ({k: v for k, v in good.items() if k != "contracts"}, r"lacks \['contracts'\]"),
+        (good | {"contracts": ["gemm.row"]}, r"contracts=\['gemm.row'\], supported: a mapping"),
+        (
+            good | {"settings": {"leaves": 3}, "contracts": {"norm": {}, "gemm.row": {"boundary": "x"}}},
+            "Settings: lacks.*norm: Contract: lacks.*gemm.row: Contract: lacks",
+        ),
+    ):
+        with pytest.raises(ContractError, match=words):
+            Profile.from_dict(bad)
+
+
 @pytest.mark.field_report("R44")
 def test_profile_names_the_field_that_differs():
     a = Profile(name="a", settings=SETTINGS, contracts={"gemm.row": contract()})
@@ -161,6 +203,39 @@ def test_compare_refuses_another_dtype():
         compare(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "low", "high", "diff", "ulp"),
+    [
+        # bytes, by the tables of the OCP formats: e4m3 0x38 is 1, 0x3a 1.25, e5m2 0x3c is 1, 0x3e 1.5
+        (torch.float8_e4m3fn, 0x38, 0x3A, 0.25, 2),
+        (torch.float8_e5m2, 0x3C, 0x3E, 0.5, 2),
+        (torch.float8_e4m3fn, 0x81, 0x01, 2.0**-8, 2),
+        (torch.float8_e8m0fnu, 127, 129, 3.0, 2),
+    ],
+)
+def test_compare_counts_float8_in_its_own_steps(dtype, low, high, diff, ulp):
+    a = torch.full((5, 3), low, dtype=torch.uint8)
+    b = a.clone()
+    b[2, 1] = high
+    assert compare(a.view(dtype), a.view(dtype)).bitwise_equal
+    verdict = compare(a.view(dtype), b.view(dtype))
+    assert (verdict.mismatch_count, verdict.max_abs_diff, verdict.max_ulp) == (1, diff, ulp)
+    assert (verdict.first_mismatch.index, verdict.first_mismatch.b_bits) == ((2, 1), f"0x{high:02x}")
+    b[0, 0] = 0xFF  # NaN in each of the formats
+    assert compare(a.view(dtype), b.view(dtype)).nonfinite_count == 1
+
+
+def test_compare_refuses_what_has_no_bits_to_count():
+    for bad, words in (
+        (torch.ones(2, dtype=torch.complex64), "complex64.*view_as_real"),
+        (torch.ones(2, dtype=torch.uint16), "uint16"),
+        (torch.ones(2, 2).to_sparse(), "sparse"),
+        ([1.0], r"\[1.0\]"),
+    ):
+        with pytest.raises(ContractError, match=f"compare got.*{words}"):
+            compare(bad, bad)
+
+
 @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
 def test_compare_is_reflexive(values):
     x = torch.tensor(values)
@@ -220,3 +295,16 @@ def test_launches_count_by_kind():
     assert [(r["layout"], r["count"]) for r in launches()] == [("-", 3), ("tp2", 1)]
     reset_launches()
     assert launches() == []
+
+
+def test_what_is_no_launch_is_refused_and_leaves_the_counts():
+    reset_launches()
+    record_launch(Launch("norm", "k"))
+    for bad in ("x", None, Launch("norm", 3), Launch("norm", "k", plan=None)):
+        with pytest.raises(ContractError, match="supported: a Launch"):
+            record_launch(bad)
+    for count in (1.5, -1, True, "2"):
+        with pytest.raises(ContractError, match="count="):
+            record_launch(Launch("norm", "k"), count)
+    assert [row["count"] for row in launches()] == [1]
+    reset_launches()

@@ -9,7 +9,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from numba.core import caching
 
+from rl_contract import jit
 from rl_contract.arrays import as_array, narrow, widen
 from rl_contract.jit import kernel
 from rl_contract.threads import for_ranges
@@ -138,3 +140,16 @@ def test_processes_that_start_together_compile_once_and_changed_sources_are_comp
     # the kernel's own file stays as it is; only what it inlines changes
     (package / "part.py").write_text("import numba\n@numba.njit\ndef part(x):\n    return x + 2.0\n")
     assert run(1) == [(3.0, 1.0)]
+
+
+def test_without_a_folder_for_the_cache_kernels_compile_with_one_warning(monkeypatch):
+    def refuse(self):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", refuse)
+    jit._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR") as seen:
+        once, twice = kernel(lambda x: x + 1.0), kernel(lambda x: x * 2.0)
+    assert len(seen) == 1
+    assert (once(1.0), twice(3.0)) == (2.0, 6.0)
+    assert once.signatures

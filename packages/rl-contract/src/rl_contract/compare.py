@@ -11,7 +11,12 @@ import torch
 
 from rl_contract.errors import ContractError
 
-_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FLOAT8 = (
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *_FLOAT8)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Verdict:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The integer view of ``x``: same shape, same bytes."""
-    if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    if x.dtype not in _FLOATS:
         return x
     return x.contiguous().view(_INT_OF_SIZE[x.element_size()])
 
@@ -59,6 +64,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def _ordered(x: torch.Tensor) -> torch.Tensor:
     # maps the bit pattern to an int64 whose order and spacing are those of the floats, -0 and +0 both at zero
     i = bits(x).to(torch.int64)
+    if x.dtype == torch.float8_e8m0fnu:
+        # an exponent alone, without a sign
+        return i & 255
     sign = -(2 ** (8 * x.element_size() - 1))
     return torch.where(i < 0, sign - i, i)
 
@@ -67,12 +75,19 @@ def compare(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) 
     """Compare two tensors bit by bit.
 
     Args:
-        a, b: same shape and dtype, floating or integer.
+        a, b: same shape and dtype: a float of 8 to 64 bits, bool, uint8 or a signed integer.
         mask: bool, same shape; only elements where it is true are compared.
 
     Raises:
-        ContractError: shapes, dtypes or mask do not match.
+        ContractError: shapes, dtypes or mask do not match, or a type or layout that has no bits to compare.
     """
+    for x in (a, b):
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.dtype not in (*_FLOATS, *_INTEGERS):
+            given = f"{x.dtype} {x.layout}" if isinstance(x, torch.Tensor) else repr(x)[:40]
+            raise ContractError(
+                f"compare got {given}; supported: dense tensors of {(*_FLOATS, *_INTEGERS)}; "
+                "compare complex numbers as torch.view_as_real gives them"
+            )
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ContractError(
             f"compare got {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}; "
@@ -89,11 +104,13 @@ def compare(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) 
 
     nonfinite_count, max_abs_diff, max_ulp = 0, 0.0, 0
     if a.is_floating_point():
-        finite = torch.isfinite(a) & torch.isfinite(b)
+        # exact, and a type that every operation has
+        wide_a, wide_b = (x.float() if x.dtype in _FLOAT8 else x for x in (a, b))
+        finite = torch.isfinite(wide_a) & torch.isfinite(wide_b)
         nonfinite_count = int((~finite & valid).sum())
         at = differs & finite
         if bool(at.any()):
-            max_abs_diff = float((a[at].double() - b[at].double()).abs().max())
+            max_abs_diff = float((wide_a[at].double() - wide_b[at].double()).abs().max())
             if a.dtype != torch.float64:
                 max_ulp = int((_ordered(a[at]) - _ordered(b[at])).abs().max())
             else:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,22 @@ def sha256_hex(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
+def field_problems(data: Any, record: type[Any]) -> list[str]:
+    """What keeps ``data`` from being the fields of a dataclass: no mapping, fields missing, fields unknown."""
+    names = [f.name for f in fields(record)]
+    if not isinstance(data, Mapping):
+        return [f"got {str(data)[:40]!r}, supported: a mapping with {names}"]
+    needed = [f.name for f in fields(record) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in needed if name not in data]
+    unknown = sorted(str(name) for name in data if name not in names)
+    problems = [f"lacks {missing}"] if missing else []
+    return problems + ([f"has unknown keys {unknown}, supported: {names}"] if unknown else [])
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(x, str) for x in (*value, *value.values()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contract:
     """What two kernels must share to give the same bits at one boundary.
@@ -36,7 +52,7 @@ class Contract:
         arch: where the contract holds (``"cpu"``, ``"sm90"``, ``"gfx942"``, ...); bits are not promised across.
 
     Raises:
-        ContractError: an empty field or an unknown precision key.
+        ContractError: an empty field, one of another type, or an unknown precision key; lists all.
     """
 
     boundary: str
@@ -49,12 +65,23 @@ class Contract:
     arch: str = "cpu"
 
     def __post_init__(self) -> None:
+        problems = []
         for name in ("boundary", "dependency", "partition", "merge", "arch"):
-            if not getattr(self, name):
-                raise ContractError(f"Contract field {name!r} is empty; every observable must be stated")
-        unknown = set(self.precision) - set(PRECISION_KEYS)
-        if unknown:
-            raise ContractError(f"Contract precision has {sorted(unknown)}; supported keys are {PRECISION_KEYS}")
+            value = getattr(self, name)
+            if value == "":
+                problems.append(f"field {name!r} is empty; every observable must be stated")
+            elif not isinstance(value, str):
+                problems.append(f"{name}={value!r}, supported: a text")
+        for name in ("precision", "primitives"):
+            if not _words(getattr(self, name)):
+                problems.append(f"{name}={getattr(self, name)!r}, supported: a mapping of text to text")
+        if isinstance(self.precision, Mapping) and (unknown := [k for k in self.precision if k not in PRECISION_KEYS]):
+            problems.append(f"precision has {sorted(map(str, unknown))}; supported keys are {PRECISION_KEYS}")
+        listed = isinstance(self.rounding, (tuple, list))
+        if not listed or not all(isinstance(point, str) for point in self.rounding):
+            problems.append(f"rounding={self.rounding!r}, supported: a list of texts")
+        if problems:
+            raise ContractError("Contract: " + "; ".join(problems))
         object.__setattr__(self, "rounding", tuple(self.rounding))
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,7 +98,14 @@ class Contract:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Contract":
-        return cls(**{**data, "rounding": tuple(data["rounding"])})
+        """From ``to_dict``.
+
+        Raises:
+            ContractError: fields missing, unknown, or outside the contract; lists all.
+        """
+        if problems := field_problems(data, cls):
+            raise ContractError("Contract: " + "; ".join(problems))
+        return cls(**data)
 
     @cached_property
     def fingerprint(self) -> str:

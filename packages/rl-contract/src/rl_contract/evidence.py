@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rl_contract.errors import ContractError
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -30,7 +32,15 @@ _counts: Counter[Launch] = Counter()
 
 
 def record_launch(launch: Launch, count: int = 1) -> None:
-    """Count one launch. Called inside the opaque op, so a compiled graph cannot skip it."""
+    """Count one launch. Called inside the opaque op, so a compiled graph cannot skip it.
+
+    Raises:
+        ContractError: not a ``Launch`` of texts, or no whole number of launches.
+    """
+    if not isinstance(launch, Launch) or not all(isinstance(value, str) for value in vars(launch).values()):
+        raise ContractError(f"record_launch got {launch!r}; supported: a Launch whose fields are texts; build one")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ContractError(f"record_launch got count={count!r}; supported: a whole number from 0")
     with _lock:
         _counts[launch] += count
 

@@ -9,6 +9,7 @@ directory; processes that start together wait for the first instead of compiling
 import hashlib
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -60,9 +61,29 @@ def _locked(directory: str) -> Iterator[None]:
             _depth[directory] = 0
 
 
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        "rl_contract.jit finds no folder to keep compiled kernels in, so every process compiles them again; "
+        "set NUMBA_CACHE_DIR to a folder that can be written to",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile ``function`` at its first call: no GIL, no fast math, division as IEEE has it, cached on disk."""
-    dispatcher = nb.njit(cache=True, nogil=True, error_model="numpy")(function)
+    """Compile ``function`` at its first call: no GIL, no fast math, division as IEEE has it.
+
+    Cached on disk; where no folder can be written to, compiled in every process, with one warning.
+    """
+    dispatcher = nb.njit(nogil=True, error_model="numpy")(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError as error:
+        if "no locator" not in str(error):
+            raise
+        _warn_once()
+        return dispatcher
     disk = dispatcher._cache
     disk._cache_file._source_stamp = (
         disk._cache_file._source_stamp,

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
-from rl_contract.contract import Contract, canonical_json, sha256_hex
+from rl_contract.contract import Contract, canonical_json, field_problems, sha256_hex
 from rl_contract.errors import ContractError
 
 BOUNDARY_GROUP = "rl_contract.boundaries"
@@ -133,10 +133,9 @@ class Settings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Settings":
-        known = {f.name for f in fields(cls)}
-        unknown = set(data) - known
-        if unknown:
-            raise ContractError(f"Settings has unknown keys {sorted(unknown)}; supported: {sorted(known)}")
+        """From ``to_dict``; fields that are missing, unknown or out of range raise ContractError."""
+        if problems := field_problems(data, cls):
+            raise ContractError("Settings: " + "; ".join(problems))
         return cls(**data)
 
 
@@ -162,11 +161,35 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Profile":
-        return cls(
-            name=data["name"],
-            settings=Settings.from_dict(data["settings"]),
-            contracts={k: Contract.from_dict(v) for k, v in data["contracts"].items()},
-        )
+        """From ``to_dict``.
+
+        Raises:
+            ContractError: anything missing, unknown or malformed, in the settings and in any contract; lists all.
+        """
+        problems = field_problems(data, cls)
+        given = data if isinstance(data, Mapping) else {}
+        if given and "contracts" not in given:
+            problems.append("lacks ['contracts']")
+        if not isinstance(given.get("name", ""), str):
+            problems.append(f"name={given['name']!r}, supported: a text")
+        settings, contracts = None, {}
+        if "settings" in given:
+            try:
+                settings = Settings.from_dict(given["settings"])
+            except ContractError as error:
+                problems.append(str(error))
+        listed = given.get("contracts", {})
+        if not isinstance(listed, Mapping):
+            problems.append(f"contracts={listed!r}, supported: a mapping of boundary to contract")
+            listed = {}
+        for boundary, contract in listed.items():
+            try:
+                contracts[boundary] = Contract.from_dict(contract)
+            except ContractError as error:
+                problems.append(f"{boundary}: {error}")
+        if problems or settings is None:
+            raise ContractError("Profile: " + "; ".join(problems) + "; take it from Profile.to_dict()")
+        return cls(name=given["name"], settings=settings, contracts=contracts)
 
     def differences(self, other: "Profile") -> list[str]:
         """Every boundary and setting that differs; empty exactly when the fingerprints agree."""
