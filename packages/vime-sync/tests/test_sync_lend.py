@@ -1,5 +1,6 @@
 """Lent memory: the same weights and the same refusals as files; and a digest that misses no accident."""
 
+import json
 import subprocess
 import sys
 
@@ -163,9 +164,126 @@ def test_a_loan_refuses_another_model_damaged_values_and_readers_after_its_end(t
         lent["model.norm.weight"]
 
 
-def test_a_loan_of_an_unknown_device_is_refused():
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({}, "no tensor was given"),
+        ({"x": torch.zeros(2, dtype=torch.float16)}, "x is torch.float16"),
+        ({"x": torch.tensor([float("inf")])}, "x holds 1 NaN or infinite"),
+        ({"x": 3}, "x is a int"),
+        ({"x": torch.zeros(2, device="meta")}, "x is a meta tensor"),
+        ([("x", torch.zeros(2)), ("x", torch.zeros(2))], "x is given twice"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_failed_first_fill_does_not_bind_the_loan(tmp_path, bad, named):
+    with Loan("cpu", tmp_path) as loan:
+        with pytest.raises(ContractError, match=named):
+            loan.fill(bad)
+        assert list(tmp_path.iterdir()) == []
+        for call in (lambda: loan.manifest, loan.describe):
+            with pytest.raises(ContractError, match="fill it first"):
+                call()
+        assert loan.fill(weights(0)).digest == Manifest.from_tensors(weights(0)).digest
+        # a bound loan stays bound, and takes its model again
+        with pytest.raises(ContractError):
+            loan.fill(bad)
+        assert loan.fill(weights(1)).digest == Manifest.from_tensors(weights(1)).digest
+
+
+def test_a_closed_loan_stays_closed(tmp_path):
+    with Loan("cpu", tmp_path) as loan:
+        version = PolicyVersion("run", 0, loan.fill(weights(0)).digest)
+        assert len(list(tmp_path.iterdir())) == 1
+    loan.close()
+    calls = (
+        lambda: loan.fill(weights(0)),
+        lambda: loan.manifest,
+        loan.describe,
+        lambda: lend_weights(tmp_path / "push", loan, version, SHAPE, [1], source=weights(0)),
+    )
+    for call in calls:
+        with pytest.raises(ContractError, match="closed"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+LEAVER = """
+import os, sys, torch
+from vime_sync import Loan
+loan = Loan("cpu", sys.argv[1])
+loan.fill({"x": torch.zeros(3)})
+child = os.fork()
+if child == 0:
+    sys.exit()
+os.waitpid(child, 0)
+assert len(os.listdir(sys.argv[1])) == 1
+if sys.argv[2] == "raise":
+    raise SystemExit(3)
+if sys.argv[2] == "collect":
+    del loan
+    assert os.listdir(sys.argv[1]) == []
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise", "collect"])
+def test_a_loan_that_nobody_closed_leaves_no_file_and_a_forked_child_takes_none(tmp_path, how):
+    done = subprocess.run([sys.executable, "-c", LEAVER, str(tmp_path), how], capture_output=True, text=True)
+    assert done.returncode == (3 if how == "raise" else 0), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_file_is_named(tmp_path):
+    with Loan("cpu", tmp_path / "nowhere") as loan, pytest.raises(ContractError, match=r"nowhere takes no file"):
+        loan.fill(weights(0))
+
+
+def test_a_loan_of_a_device_that_is_not_there_is_refused():
     with pytest.raises(MissingSupport, match=r"meta.*write files"):
         Loan("meta")
+    with pytest.raises(MissingSupport, match=r"CUDA devices; lend memory of the host with Loan\('cpu'\)"):
+        Loan(f"cuda:{torch.cuda.device_count()}")
+
+
+DAMAGES = {
+    "kind": lambda loan: loan.update(kind="rented"),
+    "algorithm": lambda loan: loan.pop("algorithm"),
+    "no digests": lambda loan: loan.update(shards=[]),
+    "half a digest": lambda loan: loan["shards"].update({"1": [[0, "x"]]}),
+    "no file": lambda loan: loan.pop("file"),
+    "no offset": lambda loan: loan["offsets"].popitem(),
+    "odd offset": lambda loan: loan["offsets"].update({"model.norm.weight": 3}),
+    "short": lambda loan: loan.update(bytes=100),
+    "infinite": lambda loan: loan.update(bytes=float("inf")),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "a list"])
+def test_a_damaged_description_of_lent_memory_is_refused_before_an_engine_is_touched(tmp_path, loan, damage):
+    version = PolicyVersion("run", 0, loan.fill(weights(0)).digest)
+    directory = lend_weights(tmp_path / "push", loan, version, SHAPE, [1])
+    described = json.loads((directory / "manifest.json").read_text())
+    if damage == "a list":
+        described["loan"] = [1]
+    else:
+        DAMAGES[damage](described["loan"])
+    (directory / "manifest.json").write_text(json.dumps(described))
+    engine = FakeEngine("e", SHAPE, 1)
+    with pytest.raises(ContractError, match=r"no readable manifest\.json"):
+        Publisher([engine], SHAPE).publish(directory, version)
+    assert engine.calls == []
+
+
+def test_lent_memory_that_was_cut_is_not_read(tmp_path, loan):
+    version = PolicyVersion("run", 0, loan.fill(weights(0)).digest)
+    directory = lend_weights(tmp_path / "push", loan, version, SHAPE, [1])
+    copy = tmp_path / "cut"
+    copy.write_bytes(b"0" * 100)
+    text = (directory / "manifest.json").read_text()
+    (directory / "manifest.json").write_text(text.replace(loan.describe()["file"], str(copy)))
+    with read_weights(directory) as lent, pytest.raises(MissingSupport, match="not there"):
+        lent["model.norm.weight"]
+    assert copy.stat().st_size == 100
 
 
 READER = """

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from rl_contract import ContractError
-from vime_sync import Manifest, PolicyVersion, read_weights, write_weights
+from vime_sync import Manifest, ModelShape, PolicyVersion, Publisher, read_weights, write_weights
 from vime_sync.manifest import nonfinite_count
+from vime_sync.testing import FakeEngine
 
 
 def tensors():
@@ -223,6 +224,52 @@ def test_weights_with_a_manifest_that_is_cut_altered_or_absent_are_refused(tmp_p
         with pytest.raises(ContractError, match=named):
             read_weights(path)
     refused(lambda: read_weights(tmp_path / "nowhere"), "no readable manifest.json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: b"\xff" + text,
+        lambda text: text.replace(b"norm", b"n\xf6rm"),
+        lambda text: text.decode().encode("utf-16"),
+        lambda text: b"\x00" * len(text),
+        lambda text: b"[" * 100_000,
+        lambda text: b"7",
+        lambda text: b"",
+        lambda text: text.replace(b"run:3", b"run:" + b"9" * 5000),
+        lambda text: text.replace(b'"bfloat16"', b'"float16"'),
+        lambda text: text.replace(b"norm.weight", b"\\ud800"),
+        lambda text: text.replace(b'"entries": [', b'"entries": 3, "was": ['),
+    ],
+    ids=["byte", "latin", "utf16", "zeros", "nested", "number", "empty", "step", "dtype", "surrogate", "entries"],
+)
+def test_a_manifest_of_any_damage_is_a_refusal_to_reader_and_publisher(tmp_path, damage):
+    path, version, _ = write(tmp_path / "v")
+    whole = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").write_bytes(damage(whole))
+    assert (path / "manifest.json").read_bytes() != whole
+    refused(lambda: read_weights(path), "manifest")
+    shape = ModelShape.from_hf_config(
+        {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 64}
+    )  # fmt: skip
+    engine = FakeEngine("e", shape, 1)
+    refused(lambda: Publisher([engine], shape).publish(path, version), "manifest")
+    assert engine.calls == []
+
+
+def test_weights_files_of_any_damage_are_refused_by_name(tmp_path):
+    path, _, _ = write(tmp_path / "v")
+    file = sorted(path.glob("*.safetensors"))[0]
+    whole = file.read_bytes()
+    with read_weights(path) as opened:
+        name = next(n for n, at in opened._files.items() if at == file.name)
+    late = read_weights(path, check_bytes=False)
+    for broken in (b"", b"\xff" * 100, whole[:7], whole[:-1], b"\xff" * 8 + whole[8:], whole[:8] + b"\xff" + whole[9:]):
+        file.write_bytes(broken)
+        refused(lambda: read_weights(path), f"{file.name} cannot be read")
+    # damaged after it was checked
+    refused(lambda: late[name], f"{file.name} cannot be read")
 
 
 def test_weights_killed_while_writing_are_not_visible(tmp_path, monkeypatch):

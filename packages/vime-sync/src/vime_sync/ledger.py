@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_contract import ContractError
+from vime_sync.files import reading
 from vime_sync.spans import check_spans, token_ids_of, tokens_digest, whole_number
 from vime_sync.timeline import Event, Sample, StepReport, Timeline
 from vime_sync.version import PolicyVersion
@@ -172,11 +173,9 @@ class StepLedger(Timeline):
 
     def _open(self, path: Path) -> None:
         fresh = not path.exists()
-        try:
+        with reading(f"ledger {path} cannot be opened", "give the path of a file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
-        except OSError as error:
-            raise ContractError(f"ledger {path} cannot be opened ({error}); give the path of a file") from error
         try:
             # the kernel lets go of it when the file is closed, also by the end of the process
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,13 +192,14 @@ class StepLedger(Timeline):
         committed = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:committed].splitlines(), 1):
             try:
-                event = json.loads(line)
-                if (event["event"] == "run") != (number == 1):
-                    raise ContractError("the run's line must be the first, and only the first")
-                self._apply(self._checked(event))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+                with reading(f"{path} line {number}", "restore the file, or give another"):
+                    event = json.loads(line)
+                    if (event["event"] == "run") != (number == 1):
+                        raise ContractError("the run's line must be the first, and only the first")
+                    self._apply(self._checked(event))
+            except ContractError:
                 self.close()
-                raise ContractError(f"{path} line {number}: {error}") from error
+                raise
         if committed < len(data):
             self._file.truncate(committed)
         self._file.seek(0, os.SEEK_END)

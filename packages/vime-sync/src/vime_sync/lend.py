@@ -7,6 +7,7 @@ the same UUID, wherever CUDA_VISIBLE_DEVICES puts it; one on the host is a file 
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError, MissingSupport
+from vime_sync.digest import ALGORITHMS
 from vime_sync.manifest import DTYPES, Manifest
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -25,15 +27,26 @@ _ALIGN = 256
 class Loan(Mapping[str, torch.Tensor]):
     """The trainer's side: ``fill`` copies one version in, ``manifest`` describes what lies there now.
 
+    Close it, or use it as a context: the region's file then goes. It also goes when the loan is collected and when
+    the process exits; a process that is killed leaves it.
+
     Args:
         device: where the region lies, ``cpu`` or a CUDA device; tensors from anywhere are copied in.
         folder: for ``cpu``, where the file is made (``/dev/shm``).
+
+    Raises:
+        MissingSupport: another kind of device, or a CUDA device that this process does not have.
     """
 
     def __init__(self, device: torch.device | str, folder: str | os.PathLike[str] = "/dev/shm") -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise MissingSupport(f"memory of {self.device} cannot be lent; supported: cpu, cuda; write files instead")
+        if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
+            raise MissingSupport(
+                f"memory of {self.device} cannot be lent: this process sees {torch.cuda.device_count()} CUDA devices; "
+                "lend memory of the host with Loan('cpu')"
+            )
         self._folder = Path(folder)
         self._file: Path | None = None
         self._region: torch.Tensor | None = None
@@ -42,35 +55,65 @@ class Loan(Mapping[str, torch.Tensor]):
         self._views: dict[str, torch.Tensor] = {}
         self._offsets: dict[str, int] = {}
         self._manifest: Manifest | None = None
+        self._closed = False
+        self._end: weakref.finalize[Any, Loan] | None = None
+
+    def __enter__(self) -> "Loan":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def fill(self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         """Copy the tensors in and digest what then lies there; returns the manifest.
 
+        What a failed first call was given does not bind the loan; after any other failure it holds no version until it
+        is filled again.
+
         Raises:
-            ContractError: see ``Manifest.from_tensors``; or other names, types or shapes than the first time.
+            ContractError: see ``Manifest.from_tensors``; other names, types or shapes than the first time; the loan is
+                closed; or there is no room for the region.
         """
-        pairs = dict(named_tensors)
+        if self._closed:
+            raise ContractError("this loan is closed, and engines may read it no more; make another Loan")
+        pairs = _pairs(named_tensors)
         self._manifest = None
-        if self._region is None:
-            self._allocate(pairs)
-        if {n: (t.dtype, t.shape) for n, t in pairs.items()} != {n: (v.dtype, v.shape) for n, v in self._views.items()}:
-            raise ContractError("a loan holds one model for a whole run; other tensors were given, make another loan")
-        for name, tensor in pairs.items():
-            self._views[name].copy_(tensor, non_blocking=True)
-        if self.device.type == "cuda" or any(tensor.is_cuda for tensor in pairs.values()):
-            torch.cuda.synchronize()
-        self._manifest = Manifest.from_tensors(self._views)
+        first = self._region is None
+        try:
+            if first:
+                self._allocate(pairs)
+            held = {name: (view.dtype, view.shape) for name, view in self._views.items()}
+            if {name: (t.dtype, t.shape) for name, t in pairs.items()} != held:
+                raise ContractError(
+                    "a loan holds one model for a whole run; other tensors were given, make another loan"
+                )
+            for name, tensor in pairs.items():
+                self._views[name].copy_(tensor, non_blocking=True)
+            if self.device.type == "cuda" or any(tensor.is_cuda for tensor in pairs.values()):
+                torch.cuda.synchronize()
+            self._manifest = Manifest.from_tensors(self._views)
+        except BaseException:
+            if first:
+                self._release()
+            raise
         return self._manifest
 
     @property
     def manifest(self) -> Manifest:
+        if self._closed:
+            raise ContractError("this loan is closed and holds no version; make another Loan")
         if self._manifest is None:
             raise ContractError("this loan holds no whole version; fill it first")
         return self._manifest
 
     def describe(self) -> dict[str, Any]:
-        """What another process of this host needs to open the region, as JSON."""
-        assert self._region is not None
+        """What another process of this host needs to open the region, as JSON.
+
+        Raises:
+            ContractError: the loan holds no version, or is closed.
+        """
+        if self._region is None:
+            raise ContractError("this loan has no region; fill it first, or make another when it is closed")
         where: dict[str, Any] = {"bytes": self._region.numel(), "offsets": self._offsets}
         if self._file is not None:
             return {"kind": "mapped", "file": str(self._file), **where}
@@ -80,13 +123,18 @@ class Loan(Mapping[str, torch.Tensor]):
         return {"kind": "cuda-ipc", "gpu": gpu_uuid(self.device), "handle": fields, **where}
 
     def close(self) -> None:
-        """End the loan; engines must not read it any more."""
+        """End the loan for good; engines must not read it any more. A second call does nothing."""
+        self._closed = True
+        self._release()
+
+    def _release(self) -> None:
         if self._pinned and self._region is not None:
             torch.cuda.cudart().cudaHostUnregister(self._region.data_ptr())
-        self._views, self._manifest, self._region, self._shared = {}, None, None, None
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-            self._file = None
+        self._views, self._offsets, self._manifest, self._region, self._shared = {}, {}, None, None, None
+        self._pinned = False
+        if self._end is not None:
+            self._end()
+        self._file, self._end = None, None
 
     @staticmethod
     def open(described: Mapping[str, Any], manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -119,12 +167,11 @@ class Loan(Mapping[str, torch.Tensor]):
         for name, tensor in pairs.items():
             self._offsets[name] = end
             end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        end = max(end, 1)
         if self.device.type == "cpu":
-            handle, file = tempfile.mkstemp(prefix="rl-parity-loan-", dir=self._folder)
-            os.ftruncate(handle, end)
-            os.close(handle)
-            self._file = Path(file)
-            self._region = torch.from_file(file, shared=True, size=end, dtype=torch.uint8)
+            self._file = _create(self._folder, end)
+            self._end = weakref.finalize(self, _remove, self._file, os.getpid())
+            self._region = torch.from_file(str(self._file), shared=True, size=end, dtype=torch.uint8)
             if any(tensor.is_cuda for tensor in pairs.values()):
                 self._pinned = _pin(self._region)
         else:
@@ -133,6 +180,62 @@ class Loan(Mapping[str, torch.Tensor]):
             size = tensor.numel() * tensor.element_size()
             part = self._region[self._offsets[name] : self._offsets[name] + size]
             self._views[name] = part.view(tensor.dtype).view(tensor.shape)
+
+
+def _pairs(
+    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    pairs: dict[str, torch.Tensor] = {}
+    problems: list[str] = []
+    for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+        if name in pairs:
+            problems.append(f"{name} is given twice")
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            problems.append(
+                f"{name} is a {'meta tensor' if isinstance(tensor, torch.Tensor) else type(tensor).__name__}"
+            )
+        pairs[name] = tensor
+    if not pairs:
+        problems.append("no tensor was given")
+    if problems:
+        raise ContractError("weights that cannot be lent: " + "; ".join(problems))
+    return pairs
+
+
+def _create(folder: Path, size: int) -> Path:
+    try:
+        handle, file = tempfile.mkstemp(prefix="rl-parity-loan-", dir=folder)
+    except OSError as error:
+        raise ContractError(f"{folder} takes no file for lent memory ({error}); give another folder") from error
+    try:
+        # room is taken now: a full file system is an answer here and a crash at the first write
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        os.unlink(file)
+        raise ContractError(f"{folder} has no room for {size} bytes of lent memory ({error}); free it") from error
+    finally:
+        os.close(handle)
+    return Path(file)
+
+
+def _remove(file: Path, owner: int) -> None:
+    # a forked child inherits the loan, not the right to end it
+    if os.getpid() == owner:
+        file.unlink(missing_ok=True)
+
+
+def check_description(described: Mapping[str, Any], manifest: Manifest) -> None:
+    """Raise ValueError, KeyError or TypeError for what ``Loan.open`` could not open whatever machine it is on."""
+    if described["kind"] not in ("mapped", "cuda-ipc") or described["algorithm"] not in ALGORITHMS:
+        raise ValueError(f"kind {described['kind']!r}, algorithm {described['algorithm']!r}")
+    for key in ("file",) if described["kind"] == "mapped" else ("gpu", "handle"):
+        described[key]
+    size = int(described["bytes"])
+    for entry in manifest.entries:
+        dtype, start = _TYPES[entry.dtype], int(described["offsets"][entry.name])
+        end = start + int(torch.Size(entry.shape).numel()) * dtype.itemsize
+        if start < 0 or start % dtype.itemsize or end > size:
+            raise ValueError(f"{entry.name} at {start} to {end} of {size} bytes")
 
 
 def _pin(region: torch.Tensor) -> bool:
@@ -154,7 +257,7 @@ def gpu_uuid(device: torch.device | int) -> str:
 
 def _mapped(described: Mapping[str, Any]) -> torch.Tensor:
     path = Path(described["file"])
-    if not path.is_file():
+    if not path.is_file() or path.stat().st_size < int(described["bytes"]):
         raise MissingSupport(f"the lent memory {path} is not there; the trainer has gone, or runs on another host")
     return torch.from_file(str(path), shared=True, size=int(described["bytes"]), dtype=torch.uint8)
 

@@ -11,6 +11,7 @@ import torch
 
 from rl_contract import ContractError
 from vime_sync.digest import map_tensors, tensor_digest
+from vime_sync.files import reading
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _EXPONENTS: dict[torch.dtype, tuple[torch.dtype, Any]] = {
@@ -102,17 +103,18 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
         """Raises ContractError when the text is cut off, malformed, or does not have the digest that it states."""
-        try:
+        with reading("not a manifest", "write it with Manifest.to_json"):
             data: dict[str, Any] = json.loads(text)
             entries = tuple(Entry(n, d, tuple(int(i) for i in s), h) for n, d, s, h in data["entries"])
+            names = [entry.name for entry in entries]
+            if bad := [e for e in entries if e.dtype not in DTYPES.values() or min(e.shape, default=0) < 0]:
+                raise ValueError(f"{bad[0]}")
+            if not names or len(set(names)) < len(names):
+                raise ValueError("no entry, or a name twice")
             manifest = cls(entries, dict(data["config_digests"]), data["base_version"])
-            stated = data["digest"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ContractError(f"not a manifest ({error!r}); write it with Manifest.to_json") from error
-        if manifest.digest != stated:
-            raise ContractError(
-                f"manifest states digest {stated} but its entries have {manifest.digest}; it was altered"
-            )
+            stated, found = data["digest"], manifest.digest
+        if found != stated:
+            raise ContractError(f"manifest states digest {stated} but its entries have {found}; it was altered")
         return manifest
 
     def differences(self, other: "Manifest") -> list[str]:

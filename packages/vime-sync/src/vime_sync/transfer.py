@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_contract import ContractError
 from vime_sync.digest import map_tensors, tensor_digest
-from vime_sync.lend import Loan
+from vime_sync.files import DAMAGE, read_json, reading
+from vime_sync.lend import Loan, check_description
 from vime_sync.manifest import DTYPES, Manifest, nonfinite_count
 from vime_sync.shape import ModelShape
 from vime_sync.version import PolicyVersion
@@ -72,8 +73,10 @@ def lend_weights(
         source: what the loan was filled from, digested in its place: by ``words128`` on a GPU, by sha256 on the host.
 
     Raises:
-        ContractError: the directory exists, or the version carries another digest than the loan's manifest.
+        ContractError: the directory exists, the loan is closed or not filled, or the version carries another digest
+            than its manifest.
     """
+    manifest = loan.manifest
     source = loan if source is None else source
     algorithm = "words128" if any(tensor.is_cuda for tensor in source.values()) else "sha256"
     shards = {
@@ -81,7 +84,7 @@ def lend_weights(
         for tp in sorted(set(tps))
     }
     described = {**loan.describe(), "algorithm": algorithm, "shards": shards}
-    return _write(directory, version, loan.manifest, lambda _: {"files": {}, "loan": described})
+    return _write(directory, version, manifest, lambda _: {"files": {}, "loan": described})
 
 
 def _write(
@@ -156,8 +159,9 @@ class Weights(Mapping[str, torch.Tensor]):
     def _handle(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._open:
-            handle: Any = safe_open(self.path / file, framework="pt")
-            self._open[file] = handle.__enter__()
+            with reading(f"{self.path / file} cannot be read", "push again"):
+                handle: Any = safe_open(self.path / file, framework="pt")
+                self._open[file] = handle.__enter__()
         return self._open[file]
 
 
@@ -280,16 +284,16 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_manifest(path: Path) -> tuple[PolicyVersion, Manifest, dict[str, str], dict[str, Any] | None]:
-    try:
-        described = json.loads((path / MANIFEST_FILE).read_text())
+    with reading(f"{path} holds no readable {MANIFEST_FILE}", "write it with write_weights"):
+        described = read_json(path / MANIFEST_FILE)
         version = PolicyVersion.parse(described["version"])
         manifest = Manifest.from_json(json.dumps(described["manifest"]))
         files = {str(name): str(file) for name, file in described["files"].items()}
         loan = described.get("loan")
-    except (OSError, KeyError, AttributeError, TypeError, json.JSONDecodeError) as error:
-        raise ContractError(
-            f"{path} holds no readable {MANIFEST_FILE} ({error!r}); write it with write_weights"
-        ) from error
+        if loan is not None:
+            check_description(loan, manifest)
+            for stated in loan["shards"].values():
+                {(int(rank), str(name)): str(digest) for rank, name, digest in stated}
     if version.digest != manifest.digest:
         raise ContractError(f"{path}: version {version} does not carry the manifest's digest {manifest.digest[:12]}")
     if loan is None and (unlisted := [name for name in manifest.names if name not in files]):
@@ -320,7 +324,7 @@ def _check_headers(weights: Weights, problems: list[str]) -> list[str]:
                         readable.append(name)
                     else:
                         problems.append(f"{name} is {dtype} {shape}, the manifest says {entry.dtype} {entry.shape}")
-        except (OSError, SafetensorError) as error:
+        except DAMAGE as error:
             problems.append(f"{file} cannot be read ({error})")
             present |= {name for name, at in weights._files.items() if at == file}
     problems += [f"{name} is missing" for name in expected if name not in present]

@@ -1,0 +1,32 @@
+"""Files that others wrote: whatever is wrong with one is a ContractError that names it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from rl_contract import ContractError
+
+# what opening, decoding and taking apart a damaged file can raise; ContractError is a ValueError
+DAMAGE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError,
+)  # fmt: skip
+
+
+@contextmanager
+def reading(what: str, advice: str) -> Iterator[None]:
+    """Turn damage found inside into ``ContractError("{what} (the damage); {advice}")``."""
+    try:
+        yield
+    except DAMAGE as error:
+        if isinstance(error, ContractError):
+            raise ContractError(f"{what}: {error}") from error
+        raise ContractError(f"{what} ({error!r}); {advice}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The document, in UTF-8; raises what ``reading`` turns into a refusal."""
+    return json.loads(path.read_bytes().decode("utf-8"))
