@@ -1,5 +1,6 @@
 """However a run ends, no process, no shared memory and no scratch folder is left, and the directory is readable."""
 
+import contextlib
 import multiprocessing.util
 import os
 import signal
@@ -9,10 +10,11 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl_parity.launch import signals, traces
-from rl_parity.launch.processes import survivors
+from rl_parity.launch.processes import MARK
 from rl_parity.rundir import RunDirectory
 
 TESTS = str(Path(__file__).parent)
@@ -57,6 +59,15 @@ sys.exit(cli.main())
 """
 
 
+def marked_with(run_id):
+    """Processes of any sitting of this run."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [process] if process.environ().get(MARK, "").startswith(run_id) else []
+    return found
+
+
 @pytest.mark.parametrize(
     "sent",
     [[signal.SIGTERM], [signal.SIGHUP] * 2, [signal.SIGINT] * 12],
@@ -89,7 +100,7 @@ def test_a_run_ended_by_signals_leaves_nothing_behind(sent, tmp_path):
     assert "The run was interrupted" in (out / "report.html").read_text()
     assert not names & traces.shared_names()
     assert not [n for n in traces.shared_names() if manifest["run_id"] in n]
-    assert not survivors(manifest["run_id"])
+    assert not marked_with(manifest["run_id"])
     assert not Path(f"/proc/{pid}").exists()
     # folders of other runs have no engine of this one's process in them
     assert not [p for p in set(Path("/tmp").glob("rlp-*")) - scratch if (p / f"e0/{pid}").exists()]

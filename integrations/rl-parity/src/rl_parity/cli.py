@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("b", type=Path)
     compare.set_defaults(command=_compare)
     contracts = commands.add_parser("contracts", help="print the contracts of a model as a Markdown table")
-    contracts.add_argument("--model", default="tiny-qwen3", help="checkpoint folder, tiny-qwen3 or tiny-llama")
+    contracts.add_argument(
+        "--model", default="tiny-qwen3", help="checkpoint folder, tiny-qwen3, tiny-llama or random:NAME"
+    )
     contracts.add_argument("--leaves", type=int, default=1, help="G of tree(G)")
     contracts.set_defaults(command=_contracts)
     report = commands.add_parser("report", help="write report.html of a run directory again")

@@ -11,8 +11,8 @@ import psutil
 from rl_contract import Profile
 from rl_parity import checkpoint, placement, preflight
 from rl_parity.config import RunConfig
-from rl_parity.launch import Launcher, Worker, WorkerFailure, make_launcher, wait_all
-from rl_parity.launch.processes import MARK, end, lives, survivors
+from rl_parity.launch import Launcher, Worker, WorkerFailure, leftovers, make_launcher, wait_all
+from rl_parity.launch.processes import current_mark, end, lives, survivors
 from rl_parity.launch.signals import shield
 from rl_parity.launch.traces import Watch, mapped, remove_folder, remove_shared, scratch_folder
 from rl_parity.placement import Placement
@@ -108,7 +108,7 @@ class Fleet:
 
     def __enter__(self) -> "Fleet":
         # an engine that dies while it starts leaves shared memory that only its maps could name
-        watch = Watch(lambda: [p.pid for p in survivors(os.environ.get(MARK, ""))])
+        watch = Watch(lambda: [p.pid for p in survivors(current_mark())])
         self._segments = watch.inodes
         try:
             with watch:
@@ -141,7 +141,13 @@ class Fleet:
             self.sleep()
             self.all(self.trainers, "start")
         # known now: a process that dies later no longer tells what it had mapped, nor whose its children are
-        self._processes = survivors(os.environ.get(MARK, ""))
+        self._processes = survivors(current_mark())
+        self.look()
+
+    def look(self) -> None:
+        """Note the shared memory that the workers have mapped now, for whoever must remove it."""
+        self._segments |= mapped(p.pid for p in self._processes if lives(p))
+        leftovers.note_inodes(self._segments)
 
     def _start_trainer(self, rank: int, init_method: str) -> Worker:
         c = self.config
@@ -297,7 +303,7 @@ class Fleet:
         with shield():
             if self._launcher is not None:
                 # looked up while parents live: an orphan can no longer be told from a stranger
-                ours = [*self._processes, *survivors(os.environ.get(MARK, ""))]
+                ours = [*self._processes, *survivors(current_mark())]
                 segments = self._segments | mapped(p.pid for p in ours if lives(p))
                 try:
                     self._launcher.close()

@@ -81,7 +81,7 @@ class Arm:
             ) as fleet:
                 if self.saved is not None:
                     self._restore(fleet, self.saved)
-                with weights_folder(self.directory.root, self.run_id) as weights:
+                with weights_folder(self.directory.root) as weights:
                     self._steps(fleet, weights, progress)
                 fleet.shutdown()
         finally:
@@ -103,6 +103,7 @@ class Arm:
                     self.records.append(record)
                     self.directory.append_step(self.name, record)
                     progress.step(record)
+                    fleet.look()
                     if record["not_compared"] or (self.name == "strict" and not is_equal(record)):
                         patience = 60.0
                         raise MismatchFound(self._explain(record))

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_parity.fleet import Fleet
+from rl_parity.launch import traces
+from rl_parity.launch.processes import current_mark
 from vime_sync import PolicyVersion, Publisher, PublishError, State
 from vime_sync.publisher import differing_shards
 
@@ -79,11 +81,11 @@ class Pushes:
 
 
 @contextmanager
-def weights_folder(root: Path, run_id: str) -> Iterator[Path]:
+def weights_folder(root: Path) -> Iterator[Path]:
     """Where pushes travel: shared memory where there is any, else the run directory; removed afterwards."""
     shared = Path("/dev/shm")
     base = shared if shared.is_dir() else root
-    folder = Path(tempfile.mkdtemp(prefix=f"rl-parity-{run_id}-", dir=base))
+    folder = Path(tempfile.mkdtemp(prefix=traces.weights_prefix(current_mark()), dir=base))
     try:
         yield folder
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl_contract import ContractError
+from rl_parity.lock import LOCK
 
 MANIFEST, SUMMARY, REPORT = "manifest.json", "summary.json", "report.html"
 
@@ -146,7 +147,7 @@ class RunDirectory:
         try:
             if root.exists() and not root.is_dir():
                 return f"--out {root}: is a file; give a new or empty directory"
-            if root.is_dir() and any(root.iterdir()):
+            if root.is_dir() and any(path.name != LOCK for path in root.iterdir()):
                 what = "holds another run" if (root / MANIFEST).exists() else "is not empty"
                 return f"--out {root}: {what}; give a new directory or remove that one"
             above = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 
 from rl_contract import ContractError, Profile
-from rl_parity import checkpoint, metrics, preflight, resume
+from rl_parity import checkpoint, lock, metrics, preflight, resume
 from rl_parity.config import RunConfig
 from rl_parity.launch import WorkerFailure
-from rl_parity.launch.processes import marked
+from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, MismatchFound, load_prompts
 from rl_parity.models import spec_of, write_model
@@ -39,16 +39,36 @@ def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) 
     0 strict arm exactly equal, 1 a mismatch, 2 a violated precondition, 3 an engine or sync failure, 130 interrupted.
     The run directory is readable whatever happens after the preflight.
     """
-    violations = preflight.check(config, new_run=not again)
+    directory = RunDirectory(config.out)
+    lock.refuse_if_held(directory.root)
+    sweep_dead()
+    if again:
+        # before the checks, which read what another sitting would be writing
+        with lock.held(directory.root):
+            if _violated(preflight.check(config, new_run=False)):
+                return USAGE
+            points = resume.points(directory, config)
+            return _marked(config, directory.manifest()["run_id"], directory, command, points, again)
+    if _violated(preflight.check(config)):
+        return USAGE
+    directory.root.mkdir(parents=True, exist_ok=True)
+    with lock.held(directory.root):
+        # another run may have come first
+        if (refusal := RunDirectory.refusal(directory.root)) is not None:
+            raise ContractError(refusal)
+        points = {arm: Point() for arm in config.arms}
+        return _marked(config, f"run-{uuid.uuid4().hex[:8]}", directory, command, points, again)
+
+
+def _violated(violations: list[str]) -> bool:
     if violations:
         print(preflight.Preflight(violations), file=sys.stderr)
-        return USAGE
-    directory = RunDirectory(config.out)
-    points = resume.points(directory, config) if again else {arm: Point() for arm in config.arms}
-    run_id = directory.manifest()["run_id"] if again else f"run-{uuid.uuid4().hex[:8]}"
-    directory.root.mkdir(parents=True, exist_ok=True)
-    with marked(run_id):
-        return _run(config, run_id, directory, command, points, again)
+    return bool(violations)
+
+
+def _marked(config: RunConfig, run_id: str, *rest: Any) -> int:
+    with marked(new_mark(run_id)):
+        return _run(config, run_id, *rest)
 
 
 def _run(

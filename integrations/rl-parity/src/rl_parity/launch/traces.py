@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rl_parity.launch import leftovers
+from rl_parity.launch.leftovers import SHM
 from rl_parity.launch.signals import shield
 
-SHM = Path("/dev/shm")
 _folders: set[Path] = set()
 
 
@@ -27,6 +28,7 @@ def scratch_folder() -> Path:
     with shield():
         folder = Path(tempfile.mkdtemp(prefix="rlp-", dir=base))
         _folders.add(folder)
+        leftovers.note_folder(folder)
     return folder
 
 
@@ -45,6 +47,14 @@ def remove_folders() -> None:
 def shared_names() -> set[str]:
     """Everything in shared memory now."""
     return set(os.listdir(SHM)) if SHM.is_dir() else set()
+
+
+def inode_of(name: str) -> int | None:
+    """The inode of a file in shared memory; None where there is none of that name."""
+    try:
+        return (SHM / name).stat().st_ino
+    except OSError:
+        return None
 
 
 def mapped(pids: Iterable[int]) -> set[int]:
@@ -99,14 +109,20 @@ class Watch:
     def look(self) -> None:
         """Look now."""
         self.inodes |= mapped(self._pids())
+        leftovers.note_inodes(self.inodes)
 
     def _watch(self) -> None:
         while not self._done.wait(self._every):
             self.look()
 
 
-def remove_weights(run_id: str) -> None:
-    """Remove the weight folders of a run; they carry its name."""
+def weights_prefix(mark: str) -> str:
+    """How the weight folders of a sitting begin."""
+    return f"rl-parity-{mark}-"
+
+
+def remove_weights(mark: str) -> None:
+    """Remove the weight folders of a sitting; they carry its mark."""
     for name in shared_names():
-        if name.startswith(f"rl-parity-{run_id}-"):
+        if name.startswith(weights_prefix(mark)):
             shutil.rmtree(SHM / name, ignore_errors=True)
