@@ -125,3 +125,15 @@ def test_trainer_refuses_before_it_joins_a_world(tiny: Any, tmp_path: Path) -> N
         trainer(rank=3, parallel=ParallelConfig(tp=2)).init()
     with pytest.raises(ContractError, match="call init"):
         trainer().logprobs([([1], [2])])
+    for wrong in (
+        *({"token_budget": x} for x in (-5, 0, 2.5, True)),
+        *({"threads": x} for x in (0, -1, 1.0, True)),
+        *({"keep_logits": x} for x in (-1, None)),
+        *({"mode": "fast"}, {"rank": -1}, {"rank": "0"}),
+    ):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ContractError, match=f"{name}={value!r}, supported"):
+            trainer(**wrong)
+    with pytest.raises(ContractError, match=r"token_budget=-5.*threads=0"):
+        trainer(token_budget=-5, threads=0)
+    trainer(token_budget=None, threads=None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -389,6 +390,51 @@ def test_samples_out_of_range_are_listed_at_once() -> None:
         assert part in str(error.value)
     with pytest.raises(ContractError, match="no samples"):
         pack([])
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        (([5.9], [6.7]), "token id 5.9, supported: integers"),
+        (([5], [6.0]), "token id 6.0"),
+        (([5, True], [6]), "token id True"),
+        (([5], [None]), "token id None"),
+        (("ab", [6]), "prompt='ab', supported: a sequence"),
+        (([5], 6), "response=6, supported: a sequence"),
+        ((torch.tensor([5.0]), [6]), "token id tensor(5.)"),
+        ((torch.tensor([True]), [6]), "token id tensor(True)"),
+        ((np.array([5.0]), [6]), "5.0"),
+        ((np.array([True]), [6]), "True"),
+        (([5], [6, 7], [2, 0]), "2 in its mask, supported: True and False"),
+        (([5], [6, 7], [1.0, 0.0]), "1.0 in its mask"),
+        (([5], [6], [None]), "None in its mask"),
+        ({"prompt": [5]}, "a sample is"),
+        (([5],), "a sample is"),
+        ("abc", "a sample is"),
+        (7, "a sample is"),
+    ],
+)
+def test_samples_of_anything_but_whole_ids_are_refused(sample: Any, words: str) -> None:
+    with pytest.raises(ContractError) as error:
+        pack([([1], [2]), sample])
+    assert words in str(error.value)
+    if words.startswith("token"):
+        assert "sample 1 has" in str(error.value)
+
+
+def test_samples_may_hold_any_integers_and_bools() -> None:
+    wanted = pack([([5, 6], [7, 8], [True, False])])
+    for of in (list, tuple, np.array, torch.tensor, lambda x: np.array(x, dtype=np.uint16 if x[0] > 1 else bool)):
+        for mask in ([True, False], [1, 0]):
+            got = pack([{"prompt": of([5, 6]), "response": of([7, 8]), "mask": of(mask), "id": "a"}])
+            assert all(torch.equal(a, b) for a, b in zip(got._packed, wanted._packed))
+            assert torch.equal(got.loss_mask, wanted.loss_mask)
+
+
+@pytest.mark.parametrize("budget", [0, -5, 1.5, True, "8"])
+def test_a_token_budget_that_is_none_is_refused(budget: Any) -> None:
+    with pytest.raises(ContractError, match=r"token_budget=.*, supported: an integer of 1 and above"):
+        micro_batches([([1], [2])], budget, vocab_size=97, max_positions=64)
 
 
 def test_batch_for_another_cp_or_temperature_zero_is_refused(one_rank: None, tiny: Any) -> None:

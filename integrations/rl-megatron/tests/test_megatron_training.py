@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +84,36 @@ def test_loss_refuses_a_missing_reference_and_odd_shapes() -> None:
         grpo_loss(x, torch.zeros(2), x, mask, denominator=3)
 
 
+@pytest.mark.parametrize("denominator", [-2.0, 0.0, 0, math.inf, math.nan, True, "3", torch.tensor(3.0)])
+def test_loss_refuses_a_denominator_that_is_none(denominator: Any) -> None:
+    x, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ContractError, match=r"denominator=.*3 valid tokens; supported: a finite number"):
+        grpo_loss(x, x, x, mask, denominator=denominator)
+    if denominator != 0:
+        with pytest.raises(ContractError, match="0 valid tokens"):
+            grpo_loss(x, x, x, ~mask, denominator=denominator)
+
+
+def test_loss_is_the_sum_over_the_denominator_also_below_one() -> None:
+    x, mask = torch.zeros(3, requires_grad=True), torch.tensor([True, False, True])
+    gains = torch.tensor([1.0, 7.0, 2.0])
+    for denominator in (2, 0.5, np.float64(4.0), np.int64(8)):
+        loss = grpo_loss(x, x.detach(), gains, mask, denominator=denominator)
+        assert float(loss.value) == -3.0 / denominator
+        x.grad = None
+        loss.value.backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [-1.0 / denominator, 0.0, -2.0 / denominator]
+    assert float(grpo_loss(x, x.detach(), gains, mask & False, denominator=0).value) == 0.0
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([2, 0, 1]), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1, 0, 1])])
+def test_loss_refuses_a_mask_that_is_no_bool(mask: torch.Tensor) -> None:
+    x = torch.zeros(3)
+    with pytest.raises(ContractError, match=rf"mask of {mask.dtype}, supported: torch.bool"):
+        grpo_loss(x, x, x, mask, denominator=2)
+
+
 def test_group_advantages_are_centred_and_zero_for_equal_rewards() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1])
     got = group_advantages(rewards, 4)
@@ -89,6 +121,9 @@ def test_group_advantages_are_centred_and_zero_for_equal_rewards() -> None:
     assert not got[4:].any()
     with pytest.raises(ContractError, match="whole groups"):
         group_advantages(rewards, 3)
+    for size in (0, -4, 4.0, True):
+        with pytest.raises(ContractError, match=f"group_size={size}, supported: an integer"):
+            group_advantages(rewards, size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 64, 1001])

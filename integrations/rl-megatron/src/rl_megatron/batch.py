@@ -3,8 +3,10 @@
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Integral
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -23,7 +25,7 @@ class Sample:
     Attributes:
         prompt: token ids, at least one.
         response: token ids, may be empty.
-        mask: which response tokens count in the loss; all where None.
+        mask: which response tokens count in the loss, bools or 0 and 1; all where None.
     """
 
     prompt: Sequence[int]
@@ -32,12 +34,21 @@ class Sample:
 
     @classmethod
     def of(cls, value: "Sample | Mapping[str, Any] | Sequence[Any]") -> "Sample":
-        """A sample from a sample, a mapping with these keys, or a ``(prompt, response[, mask])`` sequence."""
+        """A sample from a sample, a mapping with these keys, or a ``(prompt, response[, mask])`` sequence.
+
+        Raises:
+            ContractError: anything else.
+        """
         if isinstance(value, Sample):
             return value
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and {"prompt", "response"} <= set(value):
             return cls(value["prompt"], value["response"], value.get("mask"))
-        return cls(*value)
+        if isinstance(value, Sequence) and not isinstance(value, str) and len(value) in (2, 3):
+            return cls(*value)
+        raise ContractError(
+            f"a sample is {str(value)[:80]!r}, supported: Sample, a mapping with prompt, response and mask, or "
+            "(prompt, response[, mask])"
+        )
 
 
 @dataclass
@@ -89,8 +100,8 @@ class PackedBatch:
         """Pack samples.
 
         Raises:
-            ContractError: every sample that is empty, too long, has an id outside the vocabulary or a mask of the
-            wrong length.
+            ContractError: every sample that is empty, too long, has an id that is no integer or outside the vocabulary,
+                or a mask of the wrong length or with anything but bools, 0 and 1.
         """
         batch = cls(tuple(Sample.of(s) for s in samples), vocab_size, max_positions, cp)
         problems = [p for i, s in enumerate(batch.samples) for p in batch._problems(i, s)]
@@ -103,6 +114,14 @@ class PackedBatch:
 
     def _problems(self, index: int, sample: Sample) -> list[str]:
         problems = []
+        parts: dict[str, Any] = {"prompt": sample.prompt, "response": sample.response}
+        if sample.mask is not None:
+            parts["mask"] = sample.mask
+        for name, part in parts.items():
+            if isinstance(part, str) or not hasattr(part, "__len__") or not hasattr(part, "__iter__"):
+                problems.append(f"sample {index} has {name}={part!r:.80}, supported: a sequence with one entry a token")
+        if problems:
+            return problems
         tokens = [*sample.prompt, *sample.response]
         if not len(sample.prompt):
             problems.append(
@@ -112,6 +131,10 @@ class PackedBatch:
             problems.append(
                 f"sample {index} has {len(tokens)} tokens, the model has {self.max_positions} positions; cut the sample"
             )
+        wrong = [t for t in tokens if not _is_integer(t)]
+        if wrong:
+            problems.append(f"sample {index} has token id {wrong[0]!r}, supported: integers; give the tokenizer's ids")
+            return problems
         outside = [t for t in tokens if not 0 <= t < self.vocab_size]
         if outside:
             problems.append(f"sample {index} has token id {outside[0]}, supported: 0 to {self.vocab_size - 1}")
@@ -120,6 +143,9 @@ class PackedBatch:
                 f"sample {index} has a mask of {len(sample.mask)} for {len(sample.response)} response tokens; "
                 "give one entry each"
             )
+        odd = [m for m in sample.mask if not _is_flag(m)] if sample.mask is not None else []
+        if odd:
+            problems.append(f"sample {index} has {odd[0]!r} in its mask, supported: True and False, or 1 and 0")
         return problems
 
     @cached_property
@@ -165,7 +191,8 @@ class PackedBatch:
             positions += range(length)
             first = start + len(sample.prompt) - 1
             rows += range(first, first + len(sample.response))
-            targets += sample.response
+            # a numpy array behind += would be added element by element
+            targets.extend(sample.response)
             start += length
         as_tensor = [torch.tensor(x, dtype=torch.int64) for x in (ids, positions, rows, targets)]
         return as_tensor[0], as_tensor[1], as_tensor[2], as_tensor[3]
@@ -228,6 +255,26 @@ class PackedBatch:
         return list(values.split(self.response_lengths))
 
 
+def _is_integer(value: object) -> bool:
+    if isinstance(value, Tensor):
+        whole = not value.is_floating_point() and not value.is_complex()
+        return value.ndim == 0 and whole and value.dtype != torch.bool
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_flag(value: object) -> bool:
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return True
+    return _is_integer(value) and bool(value in (0, 1))
+
+
+def token_budget_problem(token_budget: int | None) -> str | None:
+    """What is wrong with a budget of tokens; None where nothing is."""
+    if token_budget is None or (_is_integer(token_budget) and token_budget >= 1):
+        return None
+    return f"token_budget={token_budget!r}, supported: an integer of 1 and above, or None for one batch"
+
+
 def micro_batches(
     samples: Sequence[Any], token_budget: int | None, *, vocab_size: int, max_positions: int, cp: int = 1
 ) -> list[PackedBatch]:
@@ -239,8 +286,8 @@ def micro_batches(
     whole = PackedBatch.pack(samples, vocab_size=vocab_size, max_positions=max_positions, cp=cp)
     if token_budget is None:
         return [whole]
-    if token_budget < 1:
-        raise ContractError(f"token_budget={token_budget}, supported: 1 and above, or None for one batch")
+    if problem := token_budget_problem(token_budget):
+        raise ContractError(problem)
     groups: list[list[Sample]] = []
     held = 0
     for sample, length in zip(whole.samples, whole.lengths):

@@ -6,6 +6,7 @@ k3 = exp(ref - logp) - (ref - logp) - 1 (Schulman, "Approximating KL Divergence"
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class LossConfig:
     kl_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.clip_low < 1 and self.clip_high >= 0 and self.kl_coef >= 0):
-            raise ContractError(f"{self}; supported: 0 <= clip_low < 1, clip_high >= 0, kl_coef >= 0")
+        if not (0 <= self.clip_low < 1 and self.clip_high >= 0 and 0 <= self.kl_coef < math.inf):
+            raise ContractError(f"{self}; supported: 0 <= clip_low < 1, clip_high >= 0, finite kl_coef >= 0")
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ def grpo_loss(
         old_logprob, advantages: ``[n]``, fp32.
         mask: bool ``[n]``; masked tokens add nothing to value and gradient, whatever they hold. On a GPU nothing waits
             for the device if the mask lies on the CPU.
-        denominator: valid tokens of the whole step, over all micro-batches; 0 where there is none, which gives a loss
-        of 0.
+        denominator: a finite number above 0, as the valid tokens of the whole step, over all micro-batches; 0 only
+            where there is none, which gives a loss of 0.
         ref_logprob: fp32 ``[n]``; needed where ``config.kl_coef`` is above 0.
 
     Raises:
-        ContractError: shapes differ, or the reference is missing.
+        ContractError: shapes differ, the mask is not bool, the denominator is none, or the reference is missing.
     """
     config = config or LossConfig()
     given = [old_logprob, advantages, mask] + ([] if ref_logprob is None else [ref_logprob])
@@ -93,8 +94,16 @@ def grpo_loss(
         )
     if config.kl_coef > 0 and ref_logprob is None:
         raise ContractError(f"kl_coef={config.kl_coef} needs ref_logprob; score the reference model or set kl_coef=0")
+    if mask.dtype != torch.bool:
+        raise ContractError(f"grpo_loss got a mask of {mask.dtype}, supported: torch.bool; say which tokens count")
     # a masked token may hold anything, also a NaN: it leaves before any arithmetic
     valid = mask.nonzero().flatten()
+    number = isinstance(denominator, Real) and not isinstance(denominator, bool) and math.isfinite(denominator)
+    if not number or denominator < 0 or (denominator == 0 and valid.numel()):
+        raise ContractError(
+            f"grpo_loss got denominator={denominator!r} for {valid.numel()} valid tokens; supported: a finite number "
+            "above 0, and 0 where no token is valid; give the number of valid tokens of the whole step"
+        )
     kept = to_device(valid, logprob.device)
     logp = logprob.index_select(0, kept).double()
     gain = advantages[kept].double()
@@ -111,7 +120,7 @@ def grpo_loss(
             terms = terms + config.kl_coef * kl
     total = _FixedSum.apply(terms)
     # a GPU would multiply by a number's reciprocal; a tensor it divides by
-    value = total / torch.full_like(total, max(denominator, 1.0))
+    value = total / torch.full_like(total, denominator or 1.0)
     return Loss(
         value=value,
         valid_count=valid.numel(),
@@ -127,7 +136,9 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     Raises:
         ContractError: the number of rewards is not a multiple of ``group_size``.
     """
-    if group_size < 1 or rewards.numel() % group_size:
+    if not isinstance(group_size, Integral) or isinstance(group_size, bool) or group_size < 1:
+        raise ContractError(f"group_size={group_size!r}, supported: an integer of 1 and above; give samples a prompt")
+    if rewards.numel() % group_size:
         raise ContractError(f"{rewards.numel()} rewards, group_size={group_size}; give whole groups")
     groups = rewards.double().view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_contract import ContractError, Profile, launches
 from rl_contract.devices import to_device
 from rl_megatron import checkpoint, topology
-from rl_megatron.batch import PackedBatch, micro_batches
+from rl_megatron.batch import PackedBatch, micro_batches, token_budget_problem
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
 from rl_megatron.cpu_device import device as current_device
@@ -43,6 +43,9 @@ class TrainerRank:
         keep_logits: bytes of GPU memory in which the head's fp32 logits may wait for the backward.
 
     Nothing heavy happens before ``init``, so an instance can be made anywhere.
+
+    Raises:
+        ContractError: a ``rank``, ``mode``, ``token_budget``, ``threads`` or ``keep_logits`` that is none, all at once.
     """
 
     def __init__(
@@ -83,6 +86,22 @@ class TrainerRank:
         self._optimizer: Optimizer | None = None
         self._reference: list[Tensor] | None = None
         self._hf_config: dict[str, Any] = {}
+        if problems := self._problems():
+            raise ContractError("TrainerRank: " + "; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        found = [token_budget_problem(self.token_budget)]
+        if self.mode not in ("strict", "native"):
+            found.append(f"mode={self.mode!r}, supported: 'strict', 'native'")
+        for name, value, least, other in (
+            ("rank", self.rank, 0, ""),
+            ("threads", self.threads, 1, ", or None to leave torch's"),
+            ("keep_logits", self.keep_logits, 0, ""),
+        ):
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not whole and not (value is None and other):
+                found.append(f"{name}={value!r}, supported: an integer of {least} and above{other}")
+        return [problem for problem in found if problem]
 
     def init(self) -> dict[str, Any]:
         """Check everything, join the world, build and load the model; returns ``report()``.
