@@ -187,3 +187,10 @@ def test_library_family_over_ranks_is_refused_by_name(lab):
     assert lab.run_ranks(2, call) == [True, True]
     with pytest.raises(ContractError, match="family='ring'"):
         rl_attn.context_parallel_attention(*tensors[:3], cu_seqlens=cu, comm=None, scale=0.2, family="ring")
+
+
+@pytest.mark.parametrize("comm", ["x", 0, 2])
+def test_peers_of_another_kind_are_refused(comm):
+    tensors, cu = inputs(torch.bfloat16)
+    with pytest.raises(ContractError, match=f"comm={comm!r}; supported: None"):
+        rl_attn.context_parallel_attention(*tensors[:3], cu_seqlens=cu, comm=comm, scale=0.2)

@@ -117,3 +117,8 @@ def test_bad_input_is_refused():
         mma.tree(x.float(), x.float())
     with pytest.raises(ContractError, match="divisible"):
         mma.tree(x, x, 2)
+    for leaves in (0, -1, 3, 1.0, True, None):
+        with pytest.raises(ContractError, match=f"leaves={leaves!r}; supported: a power of two"):
+            mma.tree(x, x, leaves)
+    with pytest.raises(ContractError, match="fused=0; supported"):
+        mma.tree(x, x, 1, 0)

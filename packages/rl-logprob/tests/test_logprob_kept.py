@@ -7,6 +7,7 @@ which weights are held, the data keep away or the oracle takes the same steps.
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -317,6 +318,28 @@ def test_refusals():
     for call, message in cases:
         with pytest.raises(ContractError, match=message):
             call()
+
+
+def test_lists_of_ids_hold_integers_alone():
+    want = lp.SupportIds.from_lists([[1, 5], [7]])
+    for rows in ([np.array([1, 5]), torch.tensor([7])], [(1, np.int64(5)), [7]]):
+        got = lp.SupportIds.from_lists(rows)
+        assert torch.equal(got.ids, want.ids)
+        assert torch.equal(got.starts, want.starts)
+    for rows, words in (
+        ([[1.5], [5.9]], "row 0 lists the id 1.5"),
+        ([[1], [5.0]], "row 1 lists the id 5.0"),
+        ([[True]], "the id True"),
+        ([["1"]], "the id '1'"),
+        (["12"], "row 0 of the kept ids is '12'"),
+        ([[1], 3], "row 1 of the kept ids is 3"),
+        ([[-1]], "the id -1"),
+        ([[2**31]], "the id 2147483648"),
+        ([np.array([1.5])], "the id 1.5"),
+        ([torch.tensor([1.0])], "the id 1.0"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            lp.SupportIds.from_lists(rows)
 
 
 def test_zero_rows():

@@ -293,3 +293,18 @@ def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(worl
     if not main_grad:
         joined = on_ranks(world, lambda comm: comm.all_reduce(gradients(places[comm.rank], None)[1]))
         assert not torch.equal(joined[0], dw)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tokens": "x"}, "tokens='x'; supported: None, or TokenShards"),
+        ({"tokens": 5}, "tokens=5; supported"),
+        ({"comm": "x"}, "comm='x'; supported: None"),
+        ({"comm": 0}, "comm=0; supported"),
+    ],
+)
+def test_peers_of_another_kind_are_refused_at_once(given, words):
+    h, w = torch.randn(3, 8), torch.randn(512, 8)
+    with pytest.raises(ContractError, match=words):
+        lp.linear_logprob(h, w, torch.zeros(3, dtype=torch.int64), vocab_size=500, **given)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,6 +116,17 @@ def test_request_seed_depends_on_run_and_request():
     assert len(seeds) == 2500
     assert lp.request_seed(1, "a") == lp.request_seed(1, "a")
     assert all(-(2**63) <= s < 2**63 for s in seeds)
+
+
+def test_request_seed_keeps_its_values_and_tells_numbers_from_texts():
+    # the first eight bytes of sha256 of "1\n1" and of "1\na"
+    assert lp.request_seed(1, 1) == lp.request_seed(np.int64(1), np.int32(1)) == 7336315901989508037
+    assert lp.request_seed(1, "a") == -4950207571795532665
+    names = [1, "1", '"1', '""1', -1, "-1", 10, "10", "01", "a", '"a', "", '"']
+    assert len({lp.request_seed(1, name) for name in names}) == len(names)
+    for run, request in ((None, 1), (1.0, 1), ("1", 1), (True, 1), (1, None), (1, 1.0), (1, True), (1, b"1")):
+        with pytest.raises(ContractError, match="request_seed got r"):
+            lp.request_seed(run, request)
 
 
 def test_refusals():

@@ -8,6 +8,8 @@ import torch
 from rl_contract import ContractError, MissingSupport
 
 FAMILIES = ("segments", "nosplit")
+# kernels take scale, and scale * log2(e), as normal fp32 numbers
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**127
 INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
 
@@ -61,9 +63,10 @@ def require_tiles(where: str, scale: float, key_tile: int, segment: int) -> None
             "multiple of key_tile; take both from the profile"
         )
     real = isinstance(scale, (int, float, np.floating)) and not isinstance(scale, bool)
-    if not real or not 0.0 < scale < float("inf"):
+    if not real or not MIN_SCALE <= scale <= MAX_SCALE:
         raise ContractError(
-            f"{where} got scale={scale!r}; supported: a positive finite number, usually head_dim ** -0.5"
+            f"{where} got scale={scale!r}; supported: a positive number from {MIN_SCALE:g} to {MAX_SCALE:g}, which "
+            "fp32 holds, usually head_dim ** -0.5"
         )
 
 

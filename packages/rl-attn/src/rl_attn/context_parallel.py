@@ -19,6 +19,7 @@ from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys,
 from rl_contract import Communicator, ContractError
 from rl_contract.devices import to_device
 from rl_contract.profile import KEY_TILE, SEGMENT
+from rl_contract.tokens import check_peers
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -210,6 +211,7 @@ def context_parallel_attention(
         ContractError: as ``attention_packed``, lengths or row counts that the layout does not fit, and the family
             ``nosplit`` over more than one rank.
     """
+    check_peers("context_parallel_attention", comm)
     rank, world = (0, 1) if comm is None else (comm.rank, comm.world_size)
     require_indices("context parallel", cu_seqlens=cu_seqlens)
     cut = _cut(cu_seqlens, rank, world, layout, q.device)

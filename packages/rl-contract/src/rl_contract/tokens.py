@@ -1,6 +1,7 @@
 """Tokens of one packed batch on several ranks (context parallel), and the weight gradients that sum over them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -78,3 +79,21 @@ class TokenShards:
         for first, part in zip(firsts, parts):
             out[first : first + step] = part
         return out
+
+
+def check_peers(where: str, comm: Any, tokens: Any = None) -> None:
+    """Refuse a ``comm`` or ``tokens`` of another kind at once, not when a gradient first needs it.
+
+    Raises:
+        ContractError: ``comm`` is neither None nor has a rank within its world, or ``tokens`` neither None nor
+            TokenShards.
+    """
+    if comm is not None:
+        rank, world = getattr(comm, "rank", None), getattr(comm, "world_size", None)
+        if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
+            raise ContractError(
+                f"{where} got comm={comm!r}; supported: None for one rank, or a Communicator, whose rank and "
+                "world_size are integers; wrap a process group by rl_comm"
+            )
+    if tokens is not None and not isinstance(tokens, TokenShards):
+        raise ContractError(f"{where} got tokens={tokens!r}; supported: None, or TokenShards; build one")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.gradients import add_to_main_grad, main_grad_of
+from rl_contract.tokens import check_peers
 from rl_gemm import ops
 
 
@@ -176,6 +177,7 @@ def column_parallel_linear(
         MissingSupport: a device without kernels.
     """
     _check_shapes(x, weight)
+    check_peers("column_parallel_linear", comm, tokens)
     if not isinstance(fused, int) or fused not in (1, 2):
         raise ContractError(f"fused={fused!r}; supported: 1, or 2 for a [gate; up] weight")
     ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), fused)
@@ -211,6 +213,7 @@ def row_parallel_linear(
         MissingSupport: a device without kernels.
     """
     _check_shapes(x, weight)
+    check_peers("row_parallel_linear", comm, tokens)
     ops.check_leaves("K/t", x.shape[-1], _local_leaves(leaves, comm))
     return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False, tokens)
 
@@ -293,6 +296,7 @@ def gate_up_swiglu(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2, tokens=tokens))
     _check_shapes(x, weight)
+    check_peers("gate_up_swiglu", comm, tokens)
     ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), 2)
     y = ops.gate_up_swiglu(x.reshape(-1, x.shape[-1]), weight)
     return y.view(*x.shape[:-1], weight.shape[0] // 2)

@@ -133,8 +133,11 @@ def chain(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> list[Tensor]
     """a [M, K], b [N, K], bf16 -> one fp32 [M, N] per leaf. ``fused=2``: leaf g is the g-th part of both halves of K.
 
     Raises:
-        ContractError: another type, or K that the leaves do not divide into whole steps.
+        ContractError: another type, leaves that are no power of two, or K that they do not divide into whole steps.
     """
+    for name, value in (("leaves", leaves), ("fused", fused)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
+            raise ContractError(f"mma.chain got {name}={value!r}; supported: a power of two, 1 for one chain")
     if (
         a.dtype != torch.bfloat16
         or b.dtype != torch.bfloat16

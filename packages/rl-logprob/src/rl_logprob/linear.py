@@ -12,6 +12,7 @@ import rl_gemm
 import rl_gemm.ops
 from rl_contract import Communicator, ContractError, SingleRank, TokenShards
 from rl_contract.gradients import main_grad_of
+from rl_contract.tokens import check_peers
 from rl_logprob import gpu, linear_gpu, ops
 from rl_logprob.checks import (
     check_device,
@@ -133,7 +134,8 @@ def linear_logprob(
             small for the vocabulary, leaves that do not fit, or rows whose logits are not finite.
         MissingSupport: a device without kernels.
     """
-    comm = comm or SingleRank()
+    check_peers("linear_logprob", comm, tokens)
+    comm = SingleRank() if comm is None else comm
     check_vocab(vocab_size, vocab_tile)
     _check(hidden, weight, vocab_size, vocab_tile, comm.world_size, leaves)
     check_targets(targets, len(hidden), vocab_size)

@@ -7,6 +7,7 @@ other id's noise and no state takes part.
 
 import hashlib
 import math
+import re
 
 import numba as nb
 import numpy as np
@@ -18,7 +19,7 @@ from rl_contract.arrays import as_array
 from rl_contract.jit import kernel
 from rl_contract.primitives import log_f64
 from rl_contract.threads import for_ranges
-from rl_logprob.checks import check_logits, check_vocab, row_temperature
+from rl_logprob.checks import check_logits, check_vocab, row_temperature, whole_number
 from rl_logprob.cpu import dropped
 from rl_logprob.ops import support_arrays
 from rl_logprob.support import Support, masked_logits
@@ -174,6 +175,19 @@ def greedy_sample(logits: Tensor, *, vocab_size: int) -> Tensor:
 
 
 def request_seed(run_seed: int, request: str | int) -> int:
-    """A signed 64-bit seed for one request of a run: the first eight bytes of sha256 of both."""
-    digest = hashlib.sha256(f"{run_seed}\n{request}".encode()).digest()
+    """A signed 64-bit seed for one request of a run: the first eight bytes of sha256 of both.
+
+    The request 1 and the request "1" are two, with two seeds.
+
+    Raises:
+        ContractError: a run seed that is no integer, or a request that is neither an integer nor a text.
+    """
+    if not whole_number(run_seed):
+        raise ContractError(f"request_seed got run_seed={run_seed!r}; supported: an integer; convert it")
+    if not whole_number(request) and not isinstance(request, str):
+        raise ContractError(f"request_seed got request={request!r}; supported: an integer or a text; convert it")
+    # a text that could be taken for an integer, or for a text so marked, is marked
+    marked = isinstance(request, str) and re.fullmatch('0|-?[1-9][0-9]*|".*', request, re.DOTALL)
+    name = f'"{request}' if marked else f"{request}"
+    digest = hashlib.sha256(f"{run_seed}\n{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)

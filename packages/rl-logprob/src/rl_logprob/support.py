@@ -10,7 +10,9 @@ So the kept ids of a row always are the ids above a value, and those that equal 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,11 +97,14 @@ class SupportIds:
 
     @classmethod
     def from_lists(cls, kept: Sequence[Sequence[int]]) -> "SupportIds":
-        """From one sequence of ids a row, as vLLM's ``return_sampling_mask`` gives them."""
-        flat = [i for row in kept for i in row]
-        return cls(
-            torch.tensor(flat, dtype=torch.int32), _starts(torch.tensor([len(r) for r in kept], dtype=torch.int64))
-        )
+        """From one sequence of ids a row, as vLLM's ``return_sampling_mask`` gives them.
+
+        Raises:
+            ContractError: a row that is no sequence, or an id that is no integer of 0 to 2**31 - 1.
+        """
+        rows = [_listed(row, at) for at, row in enumerate(kept)]
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return cls(torch.tensor([i for row in rows for i in row], dtype=torch.int32), _starts(counts))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -145,6 +150,16 @@ class SupportIds:
 
 
 Support = SupportKey | SupportIds
+
+
+def _listed(row: Any, at: int) -> list[int]:
+    ids = row.tolist() if isinstance(row, (Tensor, np.ndarray)) else row
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        raise ContractError(f"row {at} of the kept ids is {row!r}; supported: a sequence of integers")
+    for i in ids:
+        if not whole_number(i) or not 0 <= i < 2**31:
+            raise ContractError(f"row {at} lists the id {i!r}; supported: integers from 0 to 2**31 - 1")
+    return list(ids)
 
 
 def _starts(counts: Tensor) -> Tensor:

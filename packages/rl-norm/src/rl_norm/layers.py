@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.gradients import add_to_main_grad, main_grad_of
+from rl_contract.tokens import check_peers
 from rl_norm import ops
 
 
@@ -105,6 +106,7 @@ def rms_norm(
         )
     if residual is not None and residual.shape != x.shape:
         raise ContractError(f"rms_norm got residual {tuple(residual.shape)} for x {tuple(x.shape)}; needs one shape")
+    check_peers("rms_norm", comm, tokens)
     heads = own = 1
     if comm is not None or leaves != 1 or not isinstance(leaves, int) or isinstance(leaves, bool):
         if x.dim() < 3:
