@@ -253,3 +253,27 @@ def test_a_rank_of_another_profile_is_named_on_every_rank(tmp_path: Path) -> Non
     for process in ranks:
         said = process.communicate(timeout=120)[0]
         assert "rank 1 has profile='b', rank 0 'a'" in said
+
+
+def test_without_megatron_every_name_that_needs_it_names_it() -> None:
+    script = """
+import sys
+sys.modules["megatron"] = None
+import rl_megatron
+from rl_contract import MissingSupport
+free = {"ModelConfig", "ParallelConfig", "cpu_device", "LossConfig", "group_advantages", "grpo_loss"}
+assert free < set(rl_megatron.__all__)
+for name in free:
+    getattr(rl_megatron, name)
+for name in [*(set(rl_megatron.__all__) - free), "topology", "trainer"]:
+    try:
+        exec(f"from rl_megatron import {name}")
+    except MissingSupport as error:
+        assert f"rl_megatron.{name} needs megatron-core, which is not installed" in str(error), error
+        assert "pip install 'rl-megatron[megatron]'" in str(error), error
+    else:
+        sys.exit(f"{name} came without megatron")
+assert not hasattr(rl_megatron, "nothing")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

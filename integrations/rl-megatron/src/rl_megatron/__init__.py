@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rl_contract import MissingSupport
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
 
@@ -60,8 +61,21 @@ _HOMES = {
 }
 
 
+# modules that import megatron and are asked for by their own name, as in ``from rl_megatron import topology``
+_MODULES = {*_HOMES.values(), "layers", "megatron_optimizer", "topology"}
+
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
-    if home is None:
+    if home is None and name not in _MODULES:
         raise AttributeError(f"module 'rl_megatron' has no attribute {name!r}")
-    return getattr(import_module(f"rl_megatron.{home}"), name)
+    try:
+        module = import_module(f"rl_megatron.{home or name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "megatron":
+            raise
+        raise MissingSupport(
+            f"rl_megatron.{name} needs megatron-core, which is not installed ({error}); supported: 0.16.1 "
+            "and above; pip install 'rl-megatron[megatron]'"
+        ) from error
+    return module if home is None else getattr(module, name)

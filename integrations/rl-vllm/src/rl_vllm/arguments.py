@@ -25,10 +25,8 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
 
     Raises:
         ContractError: an unknown mode, or an override that contradicts strict mode.
+        MissingSupport: vLLM is not installed, lacks a hook or runs on an unknown platform.
     """
-    from rl_vllm.config import carrier
-    from rl_vllm.plugin import TRANSFER_BACKEND, register
-
     if mode not in MODES:
         raise ContractError(f"mode={mode!r} is not supported; supported: {MODES}")
     if mode == "off":
@@ -37,8 +35,11 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
         raise ContractError(
             f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} keeps vLLM from loading rl_vllm; add it there or unset it"
         )
-    register()
     here = platform.current()
+    from rl_vllm.config import carrier
+    from rl_vllm.plugin import TRANSFER_BACKEND, register
+
+    register()
     args = dict(overrides)
     args.setdefault("weight_transfer_config", {"backend": TRANSFER_BACKEND})
     args.setdefault("dtype", profile.settings.dtype)
@@ -80,9 +81,9 @@ def apply_strict(arguments: Any) -> None:
 
 def settle(arguments: Any) -> list[str]:
     """As ``apply_strict``, but returns the contradictions, so that one error can list them with all others."""
+    here = platform.current()
     from rl_vllm.config import METHOD, carried, carrier
 
-    here = platform.current()
     problems = []
     for field, (value, untouched) in here.fields.items():
         given = getattr(arguments, field, value)

