@@ -1,8 +1,10 @@
 """TreeCommunicator over gloo: one spawn per world size runs every check.
 
-The ranks are children of this file run as a script, since a spawned process can't import a test module.
+The ranks are children of this file run as a script, forked before it has made a thread or a group: eight processes that
+import torch on two cores take longer than all that is checked here.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -170,6 +172,61 @@ def check_refusals(rank, world):
     assert float(comm.all_reduce(torch.ones(1))) == world
 
 
+def check_one_rank_refuses(rank, world):
+    """Whatever one rank alone is given, all ranks are told which one it was, and the next call is in step."""
+    comm = make()
+    x = torch.ones(2 * world)
+    ints, sparse = torch.ones(2 * world, dtype=torch.int32), torch.ones(2 * world).to_sparse()
+    sums = (None, [1.0], "x", sparse, ints, x.double(), x.to("meta"), torch.ones([1] * 9))
+    cases = [(lambda y, op=op: op(y), bad) for op in (comm.all_reduce, comm.reduce_scatter) for bad in sums]
+    others = (None, [1.0], sparse, x.to("meta"), x.to(torch.complex64), torch.ones([1] * 9))
+    cases += [(lambda y, op=op: op(y), bad) for op in (comm.all_gather, comm.broadcast) for bad in others]
+    for dim in (None, "0", 0.0, True, 7, 10**30, -(10**30)):
+        cases.append((lambda d: comm.reduce_scatter(x, dim=0 if d is x else d), dim))
+        cases.append((lambda d: comm.all_gather(x, dim=0 if d is x else d), dim))
+        cases.append((lambda d: gather_from_ranks(x, comm, 0 if d is x else d), dim))
+        cases.append((lambda d: comm.broadcast(x, source=0 if d is x else d), dim if dim != 7 else world))
+    for dtype in ("float32", 3, torch.int32, torch.complex64):
+        cases.append((lambda t: comm.all_reduce(x, out_dtype=None if t is x else t), dtype))
+        cases.append((lambda t: comm.reduce_scatter(x, out_dtype=None if t is x else t), dtype))
+    cases += [(lambda y: reduce_from_ranks(y, comm), bad) for bad in (None, "x", ints, sparse)]
+    cases += [(lambda y: gather_from_ranks(y, comm), bad) for bad in (None, "x", sparse)]
+    for at, (call, bad) in enumerate(cases):
+        odd = at % world
+        with pytest.raises(ContractError, match=rf"ranks make different calls.*refused on rank {odd}, ") as refusal:
+            call(bad if rank == odd else x)
+        assert ("This rank: " in str(refusal.value)) == (rank == odd)
+        # the very next call is this one on every rank, with the right value
+        assert float(comm.all_reduce(torch.full((3,), float(at + rank)))[2]) == at * world + sum(range(world)), at
+    # two that refuse differently are both named
+    with pytest.raises(ContractError, match=rf"refused on rank 0, {world - 1},"):
+        comm.all_reduce({0: None, world - 1: ints}.get(rank, x))
+    # a compiler refuses nothing before the ranks have met
+    compiled = torch.compile(lambda p, d: comm.reduce_scatter(p * 1.0, dim=d), backend="eager")
+    if world == 2:
+        with pytest.raises(Exception, match="refused on rank 1, "):
+            compiled(x, 5 if rank == 1 else 0)
+        assert torch.equal(compiled(x, 0), torch.full((2,), float(world)))
+    comm.barrier()
+    # negated lazily: bytes alone would lose the sign
+    lazy = torch.complex(x, torch.arange(2.0 * world)).conj().imag
+    assert lazy.is_neg()
+    assert same_bits(comm.all_gather(lazy), (-torch.arange(2.0 * world)).repeat(world))
+    assert same_bits(make(two_shot_bytes=0).all_reduce(lazy), -torch.arange(2.0 * world) * world)
+
+
+def check_fp16_results(rank, world):
+    """fp16 is a type of models: one rounding of the fp32 sum to nearest even, infinite beyond its range."""
+    x = partials(world, (4097,), seed=3)
+    x[:, 0], x[:, 1], x[:, 2] = 65519.0 / world, 65520.0 / world, 2.0**-24 / world
+    want = tree_sum(x).to(torch.float16)
+    assert (float(want[0]), float(want[1]), float(want[2])) == (65504.0, float("inf"), 2.0**-24)
+    for limit in (0, 1 << 40):
+        assert same_bits(make(two_shot_bytes=limit).all_reduce(x[rank], out_dtype=torch.float16), want)
+    shard = make().reduce_scatter(x[rank, : 8 * world], out_dtype=torch.float16)
+    assert same_bits(shard, want[8 * rank : 8 * rank + 8])
+
+
 def check_groups(rank, world):
     solo = [dist.new_group([r]) for r in range(world)][rank]
     alone = make(solo)
@@ -276,7 +333,15 @@ def check_absent_peer(rank, world):
     dist.barrier()
 
 
-CHECKS = [check_reductions, check_r38_size_never_decides, check_movement, check_refusals, check_many_small_calls]
+CHECKS = [
+    check_reductions,
+    check_fp16_results,
+    check_r38_size_never_decides,
+    check_movement,
+    check_refusals,
+    check_one_rank_refuses,
+    check_many_small_calls,
+]
 ONCE = [check_backward, check_groups, check_choice, check_board]
 
 
@@ -329,4 +394,8 @@ def test_a_group_of_another_backend_is_refused():
 
 
 if __name__ == "__main__":
-    mp.spawn(run_rank, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]))
+    # what a first op imports costs a second; forked ranks have it from here
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")
+    method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
+    mp.start_processes(run_rank, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]), start_method=method)

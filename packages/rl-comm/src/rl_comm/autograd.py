@@ -60,7 +60,9 @@ class _GatherFromRanks(torch.autograd.Function):
 class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        return comm.all_reduce(x.float(), out_dtype=x.dtype)
+        # what can't be summed goes on as it is: the communicator refuses it in step with its peers
+        dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.is_floating_point()
+        return comm.all_reduce(x.float() if dense else x, out_dtype=x.dtype if dense else None)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call, GlooMover, Mover, as_
 from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
-from rl_contract.communicator import dim_problem, sum_problem
+from rl_contract.communicator import dim_problem, sum_problem, tensor_problem
 
 TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
 # size of the fp32 partial from which on two steps are taken, by device
@@ -112,6 +113,8 @@ class TreeCommunicator:
         self.rank, self.world_size = rank, world_size
         self.two_shot_bytes = two_shot_bytes
         self._movers = movers
+        # where the last call was made, hence where peers look for a rank whose argument is on no device
+        self._device = "cpu"
         self._handle = next(_handles)
         _live[self._handle] = self
 
@@ -129,11 +132,11 @@ class TreeCommunicator:
         """Tree sum of fp32 ``partial``, rounded once to ``out_dtype`` (default fp32); same bits on every rank.
 
         Raises:
-            ContractError: on every rank, when a partial is not fp32, when ``out_dtype`` is not a floating type of a
-                model, or when the ranks' shapes or dtypes differ.
-            MissingSupport: a tensor that is neither on the CPU nor on a GPU.
+            ContractError: on every rank, when a partial is no dense fp32 tensor, when ``out_dtype`` is none of fp32,
+                bf16 and fp16, when the ranks' shapes or dtypes differ, or when one rank refuses its call.
+            MissingSupport: on every rank, where all give a tensor that is neither on the CPU nor on a GPU.
         """
-        if self.world_size == 1 or partial.device.type not in DEVICES:
+        if self.world_size == 1 or not _fits_op(partial, out_dtype):
             call = self._call("all_reduce", partial, out_dtype)
             problem = _unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
             self._refuse(call, problem)
@@ -148,7 +151,7 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, as ``all_reduce``, and when ``dim`` is not divisible by the world size.
         """
-        if self.world_size == 1 or partial.device.type not in DEVICES:
+        if self.world_size == 1 or not _fits_op(partial, out_dtype, dim):
             call = self._call("reduce_scatter", partial, out_dtype, dim)
             problem = (
                 _unmovable(call, partial)
@@ -163,9 +166,9 @@ class TreeCommunicator:
         """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first. Moves bytes, any dtype.
 
         Raises:
-            ContractError: on every rank, when shapes or dtypes differ.
+            ContractError: on every rank, when shapes or dtypes differ, or when one rank refuses its call.
         """
-        if self.world_size == 1 or x.device.type not in DEVICES:
+        if self.world_size == 1 or not _fits_op(x, None, dim):
             call = self._call("all_gather", x, arg=dim)
             self._refuse(call, _unmovable(call, x) or dim_problem(x, dim))
             return x
@@ -175,8 +178,8 @@ class TreeCommunicator:
         """The bytes of rank ``source``'s ``x``, on every rank; ``x`` itself is not written."""
         call = self._call("broadcast", x, arg=source)
         problem = _unmovable(call, x)
-        if not 0 <= source < self.world_size:
-            problem = ContractError(f"broadcast got source={source}, supported: 0..{self.world_size - 1}")
+        if not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < self.world_size:
+            problem = ContractError(f"broadcast got source={source!r}, supported: 0..{self.world_size - 1}")
         self._refuse(call, problem)
         if self.world_size == 1:
             return x
@@ -188,12 +191,18 @@ class TreeCommunicator:
         """Return once every rank has come here."""
         if self.world_size > 1:
             nothing = torch.empty(0, dtype=torch.uint8)
-            self._mover(nothing).gather(self._call("barrier", nothing), nothing)
+            self._movers["cpu"].gather(self._call("barrier", nothing), nothing)
 
     def _call(self, op: str, x: torch.Tensor, out_dtype: torch.dtype | None = None, arg: int = 0) -> Call:
-        return Call(op, x.dtype, out_dtype or x.dtype, arg, tuple(x.shape), x.device.type)
+        # what can't be said in a header is refused, so that its words need not tell it apart
+        said = arg if isinstance(arg, int) and abs(arg) < 1 << 62 else -1
+        if not isinstance(x, torch.Tensor):
+            return Call(op, None, None, said, (), self._device)
+        known = out_dtype if isinstance(out_dtype, torch.dtype) else None
+        return Call(op, x.dtype, known if out_dtype is not None else x.dtype, said, tuple(x.shape), x.device.type)
 
     def _mover(self, x: torch.Tensor) -> Mover:
+        self._device = x.device.type
         return self._movers.get(x.device.type) or self._movers["cpu"]
 
     def _record(self, op: str, form: str, x: torch.Tensor) -> None:
@@ -202,12 +211,21 @@ class TreeCommunicator:
         record_launch(Launch("collective", kernel, plan=form, layout=f"world{self.world_size}", phase=phase))
 
     def _refuse(self, call: Call, problem: Exception | None) -> None:
-        """Raise ``problem`` after the peers have seen this rank's header, so that none waits for its payload."""
-        if problem is not None:
-            if self.world_size > 1:
-                mover = self._movers.get(call.device) or self._movers["cpu"]
-                mover.gather(call, torch.empty(0, dtype=torch.uint8))
-            raise problem
+        """Raise ``problem`` after the peers have seen that this rank refuses, so that all of them raise.
+
+        Raises:
+            Exception: ``problem`` where all ranks refuse alike; else the ContractError that all ranks raise, here with
+                ``problem`` in it.
+        """
+        if problem is None:
+            return
+        if self.world_size > 1:
+            mover = self._movers.get(call.device) or self._movers[self._device]
+            try:
+                mover.gather(replace(call, refused=True), torch.empty(0, dtype=torch.uint8))
+            except ContractError as different:
+                raise ContractError(f"{different}. This rank: {problem}") from problem
+        raise problem
 
     def _all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("all_reduce", partial, out_dtype)
@@ -265,11 +283,26 @@ class TreeCommunicator:
 
     def _sum_slices(self, call: Call, slices: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""
-        rows = self._mover(slices).scatter(call, slices.contiguous().view(torch.uint8))
+        rows = self._mover(slices).scatter(call, as_bytes(slices).view(self.world_size, slices.shape[1] * 4))
         return tree_sum(rows.view(torch.float32), out_dtype)
 
 
+def _fits_op(x: Any, out_dtype: Any, dim: Any = 0) -> bool:
+    """Whether a registered op takes these at all; it checks the rest itself, in step with its peers."""
+    return (
+        isinstance(x, torch.Tensor)
+        and x.layout == torch.strided
+        and x.device.type in DEVICES
+        and (out_dtype is None or isinstance(out_dtype, torch.dtype))
+        and isinstance(dim, int)
+        and not isinstance(dim, bool)
+        and abs(dim) < 1 << 62
+    )
+
+
 def _unmovable(call: Call, x: torch.Tensor) -> Exception | None:
+    if (problem := tensor_problem(call.op, x)) is not None:
+        return problem
     if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
         return ContractError(f"{call.op} got {x.dtype} in {x.dim()} dimensions, supported: {DTYPES}, up to {MAX_DIMS}")
     if call.device not in DEVICES:
@@ -304,7 +337,8 @@ def _check_identity(gloo: GlooMover, identity: str) -> None:
 
 
 def _communicator(handle: int) -> TreeCommunicator:
-    comm = _live.get(handle)
+    # a compiler that has seen two communicators hands in a symbol
+    comm = _live.get(int(handle))
     if comm is None:
         raise ContractError(f"communicator {handle} no longer exists; keep the TreeCommunicator alive while it is used")
     return comm
@@ -328,7 +362,9 @@ def _reduce_scatter_op(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, 
 @_reduce_scatter_op.register_fake
 def _(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
     shape = list(partial.shape)
-    shape[dim] //= _communicator(handle).world_size
+    # the op itself refuses such a dim, in step with its peers; a compiler must not do so before
+    if -len(shape) <= dim < len(shape):
+        shape[dim] //= _communicator(handle).world_size
     return partial.new_empty(shape, dtype=out_dtype)
 
 
@@ -340,5 +376,6 @@ def _all_gather_op(x: torch.Tensor, dim: int, handle: int) -> torch.Tensor:
 @_all_gather_op.register_fake
 def _(x: torch.Tensor, dim: int, handle: int) -> torch.Tensor:
     shape = list(x.shape)
-    shape[dim] *= _communicator(handle).world_size
+    if -len(shape) <= dim < len(shape):
+        shape[dim] *= _communicator(handle).world_size
     return x.new_empty(shape)

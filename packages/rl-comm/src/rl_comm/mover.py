@@ -36,14 +36,16 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank says it is doing; all fields must agree over the ranks."""
+    """What one rank says it is doing; all fields must agree over the ranks. ``dtype`` is None for what is no tensor."""
 
     op: str
-    dtype: torch.dtype
-    out_dtype: torch.dtype
+    dtype: torch.dtype | None
+    out_dtype: torch.dtype | None
     arg: int
     shape: tuple[int, ...]
     device: str = "cpu"
+    # this rank refuses the call; it says so, so that no peer goes on without it
+    refused: bool = False
 
     def words(self) -> list[int]:
         head = [
@@ -52,20 +54,22 @@ class Call:
             _code(self.out_dtype),
             self.arg,
             DEVICES.index(self.device) if self.device in DEVICES else _UNKNOWN,
-            len(self.shape),
+            len(self.shape) if self.dtype is not None else _UNKNOWN,
         ]
         body = [*head, *self.shape[:MAX_DIMS]]
-        return body + [0] * (_HEADER_WORDS - len(body))
+        return body + [0] * (_HEADER_WORDS - 1 - len(body)) + [int(self.refused)]
 
     @staticmethod
     def of(words: list[int]) -> str:
         op, dtype, out_dtype, arg, device, dims = words[:6]
+        if dims < 0:
+            return f"{OPS[op]}(what is no tensor)"
         shape = tuple(words[6 : 6 + dims]) if dims <= MAX_DIMS else f"{dims} dimensions"
         place = "" if device == 0 else f", on {DEVICES[device] if device > 0 else 'an unsupported device'}"
         return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place})"
 
 
-def _code(dtype: torch.dtype) -> int:
+def _code(dtype: torch.dtype | None) -> int:
     return DTYPES.index(dtype) if dtype in DTYPES else _UNKNOWN
 
 
@@ -75,7 +79,7 @@ def _name(code: int) -> str:
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The bytes of ``x``, uint8 of one dimension; no copy where ``x`` is contiguous."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    return x.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Mover(Protocol):
@@ -156,7 +160,9 @@ def check_calls(calls: list[list[int]]) -> None:
     other = next((r for r, call in enumerate(calls) if call != calls[0]), None)
     if other is None:
         return
+    refusing = [str(r) for r, call in enumerate(calls) if call[-1]]
     raise ContractError(
         f"ranks make different calls: rank 0 has {Call.of(calls[0])}, rank {other} has {Call.of(calls[other])}; "
-        "every rank of a group must make the same call with one shape and dtype"
+        + (f"refused on rank {', '.join(refusing)}, whose error says why; " if refusing else "")
+        + "every rank of a group must make the same call with one shape and dtype"
     )

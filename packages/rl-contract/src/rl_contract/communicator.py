@@ -18,7 +18,10 @@ class Communicator(Protocol):
     def world_size(self) -> int: ...
 
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Sum fp32 ``partial`` by the tree, round once to ``out_dtype`` (default fp32). Same bits on every rank."""
+        """Sum fp32 ``partial`` by the tree, round once to ``out_dtype`` of ``OUT_DTYPES`` (default fp32).
+
+        Same bits on every rank.
+        """
         ...
 
     def reduce_scatter(
@@ -33,17 +36,30 @@ class Communicator(Protocol):
 
 
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What a sum may be rounded to, the floating types of models; an fp16 result beyond 65504 is infinite."""
+
+
+def tensor_problem(op: str, x: object) -> ContractError | None:
+    """The refusal of an argument that is no dense tensor."""
+    if isinstance(x, torch.Tensor) and x.layout == torch.strided:
+        return None
+    given = f"a tensor of layout {x.layout}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+    return ContractError(f"{op} got {given}, supported: a dense torch.Tensor; convert it first")
 
 
 def dim_problem(x: torch.Tensor, dim: int) -> ContractError | None:
     """The refusal of a ``dim`` that names no dimension of ``x``."""
-    if isinstance(dim, int) and -x.dim() <= dim < x.dim():
+    if (problem := tensor_problem("a collective", x)) is not None:
+        return problem
+    if isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim():
         return None
     return ContractError(f"got dim={dim!r} for a tensor of shape {tuple(x.shape)}; it must name one of its dimensions")
 
 
 def sum_problem(op: str, partial: torch.Tensor, out_dtype: torch.dtype | None) -> ContractError | None:
     """The refusal of a sum that is not fp32, or whose result a type would truncate."""
+    if (problem := tensor_problem(op, partial)) is not None:
+        return problem
     if partial.dtype != torch.float32:
         return ContractError(
             f"{op} got a partial of {partial.dtype}, supported: torch.float32; "
