@@ -266,7 +266,7 @@ def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(worl
     places = torch.arange(131).tensor_split([0, 0, 77] if world == 4 else [77])
 
     logits = rl_gemm.linear(h, w, out_dtype=torch.float32)
-    support = lp.sampling_support(logits, vocab_size=1100, top_k=70) if kept else None
+    support = lp.sampling_support(logits, vocab_size=1100, temperature=0.7, top_k=70) if kept else None
 
     def gradients(mine, shards):
         x, weight = h[mine].requires_grad_(), w.clone().requires_grad_()
@@ -285,7 +285,7 @@ def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(worl
     assert all(torch.equal(got[1], dw) for got in ranks)
 
     if kept:
-        listed = support.ids(logits, vocab_size=1100)
+        listed = support.ids(logits, vocab_size=1100, temperature=0.7)
         with pytest.raises(ContractError, match="list of ids beside tokens"):
             lp.linear_logprob(
                 h, w, targets, vocab_size=1100, support=listed, tokens=TokenShards(SingleRank(), [torch.arange(131)])

@@ -24,7 +24,7 @@ from rl_logprob.checks import (
     whole_number,
 )
 from rl_logprob.scores import Nonfinite
-from rl_logprob.support import Support, SupportIds, SupportKey, check_support, key_of
+from rl_logprob.support import Support, SupportIds, SupportKey, check_support, key_of, refuse_empty
 
 # fp32 logits held at once; at least one vocabulary tile
 CHUNK_ELEMENTS = 1 << 22
@@ -131,7 +131,8 @@ def linear_logprob(
 
     Raises:
         ContractError: types, shapes, a target or a temperature out of range, shards that are not whole tiles or too
-            small for the vocabulary, leaves that do not fit, or rows whose logits are not finite.
+            small for the vocabulary, leaves that do not fit, rows whose logits are not finite, a support made at
+            another temperature, or, on a CPU, one that keeps no id of a row.
         MissingSupport: a device without kernels.
     """
     check_peers("linear_logprob", comm, tokens)
@@ -147,7 +148,7 @@ def linear_logprob(
     targets = targets.to(hidden.device, torch.int64)
     if keep_logits != "auto" and (not whole_number(keep_logits) or keep_logits < 0):
         raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none, or 'auto'")
-    check_support(support, len(hidden), hidden.device, vocab_size)
+    check_support(support, len(hidden), hidden.device, vocab_size, temperature)
     if tokens is not None and isinstance(support, SupportIds):
         raise ContractError(
             "support is a list of ids beside tokens=TokenShards; supported: SupportKey, whose rows can be gathered"
@@ -231,6 +232,8 @@ class _LinearLogprob(torch.autograd.Function):
         logp = ops.selected(x, state)
         if hidden.is_cuda and strict:
             refuse_rows(logp, state, targets, temperature, vocab_size)
+        elif support is not None and strict:
+            refuse_empty(support, x, targets, state)
         ctx.save_for_backward(hidden, weight, targets, temperature, state)
         ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves, ctx.tokens = comm, vocab_size, vocab_tile, leaves, tokens
         entropy = state[:, 2].float()

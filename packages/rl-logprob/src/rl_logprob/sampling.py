@@ -22,7 +22,7 @@ from rl_contract.threads import for_ranges
 from rl_logprob.checks import check_logits, check_vocab, row_temperature, whole_number
 from rl_logprob.cpu import dropped
 from rl_logprob.ops import support_arrays
-from rl_logprob.support import Support, masked_logits
+from rl_logprob.support import Support, masked_logits, refuse_undrawn
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -127,13 +127,15 @@ def _sample(
             raise ContractError(f"{name} are {x.dtype} {tuple(x.shape)}; needs int64 [{rows}]")
     seeds, positions = seeds.to(logits.device), positions.to(logits.device)
     temp = row_temperature(temperature, rows, logits.device)
-    logits, key = masked_logits(logits, support, vocab_size)
-    out = sample_op(logits, seeds, positions, temp, vocab_size, greedy, *key)
+    masked, key = masked_logits(logits, support, vocab_size, temperature=temperature)
+    out = sample_op(masked, seeds, positions, temp, vocab_size, greedy, *key)
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         # nothing can be looked at here: such a row stays -1, which is no id
         return out
     bad = out < 0
     if bool(bad.any()):
+        if support is not None:
+            refuse_undrawn(support, logits[:, :vocab_size], temp, int(bad.nonzero()[0]))
         raise ContractError(
             f"logits of row {int(bad.nonzero()[0])} hold a NaN, +inf or no finite value ({int(bad.sum())} such rows); "
             "nothing can be sampled from them; look for the first nonfinite activation or weight"
@@ -163,7 +165,8 @@ def gumbel_sample(
         int64 [T]. A row's id depends on its own logits, seed and position only.
 
     Raises:
-        ContractError: types, shapes, temperature, or a row with a NaN or +inf or without a finite logit.
+        ContractError: types, shapes, temperature, a row with a NaN or +inf or without a finite logit, or a support made
+            at another temperature or without an id.
     """
     return _sample(logits, seeds, positions, vocab_size, temperature, greedy=False, support=support)
 

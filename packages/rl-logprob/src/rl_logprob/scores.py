@@ -15,7 +15,7 @@ from rl_logprob.checks import (
     refuse_rows,
     row_temperature,
 )
-from rl_logprob.support import Support, masked_logits
+from rl_logprob.support import Support, masked_logits, refuse_empty
 
 Nonfinite = Literal["raise", "nan"]
 
@@ -31,7 +31,7 @@ def _state(
         raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
     temp = row_temperature(temperature, len(logits), logits.device)
     logits = logits.detach() if logits.is_cuda else logits.detach().contiguous()
-    logits, key = masked_logits(logits, support, vocab_size, goal)
+    logits, key = masked_logits(logits, support, vocab_size, goal, temperature)
     state = ops.merge_tiles(*ops.tile_stats(logits, temp, 0, vocab_size, vocab_tile, entropy, *key, goal))
     if nonfinite == "raise":
         _refuse(state, temp)
@@ -115,7 +115,8 @@ def selected_logprob(
         gradient flows; a trainer uses ``linear_logprob``.
 
     Raises:
-        ContractError: types, shapes, a target or a temperature out of range, or a nonfinite row.
+        ContractError: types, shapes, a target or a temperature out of range, a nonfinite row, a support made at another
+            temperature, or, on a CPU, one that keeps no id of a row.
         MissingSupport: a device without kernels.
     """
     if nonfinite not in ("raise", "nan"):
@@ -141,6 +142,8 @@ def selected_logprob(
     logp = ops.selected(x, state)
     if logits.is_cuda and nonfinite == "raise":
         refuse_rows(logp, state, targets, temp, vocab_size)
+    elif support is not None and nonfinite == "raise":
+        refuse_empty(support, x, targets, state)
     found: tuple[Tensor, ...] = (logp, state[:, 2].float()) if return_entropy else (logp,)
     if return_rescued:
         found += (torch.zeros_like(targets, dtype=torch.bool) if support is None else support.outside(x, targets),)

@@ -31,10 +31,14 @@ class SupportKey:
     Attributes:
         threshold: fp32 [T], a value of x = logit / temperature; -inf keeps every id.
         last_id: int64 [T].
+        temperature: that of x, without which a threshold says nothing: a number, fp32 [T] on the CPU where rows differ,
+            None where it is not known, as for a tensor on a GPU, which is not looked at. Whoever uses the key at
+            another one is refused. Pickling keeps a number only.
     """
 
     threshold: Tensor
     last_id: Tensor
+    temperature: float | Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, x, dtype in (
@@ -43,35 +47,53 @@ class SupportKey:
         ):
             if x.dim() != 1 or x.dtype != dtype or len(x) != len(self.threshold):
                 raise ContractError(f"{name} is {x.dtype} {tuple(x.shape)}; needs {dtype} [T], one T for both")
+        object.__setattr__(self, "temperature", _short_temperature(self.temperature, len(self.threshold)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        held = None if isinstance(self.temperature, Tensor) else self.temperature
+        return SupportKey, (self.threshold, self.last_id, held)
 
     def __len__(self) -> int:
         return len(self.threshold)
 
     def __getitem__(self, rows: slice | Tensor) -> "SupportKey":
-        return SupportKey(self.threshold[rows], self.last_id[rows])
+        held = self.temperature
+        if isinstance(held, Tensor):
+            held = None if isinstance(rows, Tensor) and rows.is_cuda else held[rows]
+        return SupportKey(self.threshold[rows], self.last_id[rows], held)
 
     def to(self, device: torch.device | str) -> "SupportKey":
-        return SupportKey(self.threshold.to(device), self.last_id.to(device))
+        return SupportKey(self.threshold.to(device), self.last_id.to(device), self.temperature)
 
     @classmethod
     def cat(cls, parts: Sequence["SupportKey"]) -> "SupportKey":
-        return cls(torch.cat([p.threshold for p in parts]), torch.cat([p.last_id for p in parts]))
+        """The rows of all parts; the temperature is known where that of every part is."""
+        held = [p.temperature if isinstance(p.temperature, Tensor) else [p.temperature] * len(p) for p in parts]
+        known = all(p.temperature is not None for p in parts if len(p))
+        temperature = torch.cat([torch.as_tensor(t, dtype=torch.float32) for t in held]) if known else None
+        return cls(torch.cat([p.threshold for p in parts]), torch.cat([p.last_id for p in parts]), temperature)
 
     def outside(self, x: Tensor, targets: Tensor) -> Tensor:
         """bool [T]: whether each row's target, whose x fp32 [T] is given, is not kept."""
         return (x < self.threshold) | ((x == self.threshold) & (targets > self.last_id))
 
     def ids(self, logits: Tensor, *, vocab_size: int, temperature: float | Tensor = 1.0) -> "SupportIds":
-        """The kept ids themselves, from logits fp32 [T, at least vocab_size]; waits for a GPU."""
+        """The kept ids themselves, from logits fp32 [T, at least vocab_size]; waits for a GPU.
+
+        Raises:
+            ContractError: types, shapes, another temperature than the key's, or a row that would keep no id.
+        """
         check_vocab(vocab_size, 1)
         check_logits(logits, vocab_size)
-        check_support(self, len(logits), logits.device)
+        check_support(self, len(logits), logits.device, temperature=temperature)
         temp = row_temperature(temperature, len(logits), logits.device)
         x = logits[:, :vocab_size] / temp[:, None] if temp.numel() else logits[:, :vocab_size]
         every = torch.arange(vocab_size, device=logits.device)
         outside = (x < self.threshold[:, None]) | ((x == self.threshold[:, None]) & (every > self.last_id[:, None]))
         rows, ids = (~outside).nonzero(as_tuple=True)
-        return SupportIds(ids.to(torch.int32), _starts(torch.bincount(rows, minlength=len(logits)).cpu()))
+        counts = torch.bincount(rows, minlength=len(logits)).cpu()
+        _raise_empty(counts == 0)
+        return SupportIds(ids.to(torch.int32), _starts(counts))
 
 
 @dataclass(frozen=True)
@@ -171,8 +193,16 @@ def _column(ids: Tensor, first_id: int, columns: int) -> Tensor:
     return torch.where((at >= 0) & (at < columns), at, columns)
 
 
-def check_support(support: Support | None, rows: int, device: torch.device, vocab_size: int | None = None) -> None:
-    """One row of support for each row of logits, on their device; on the CPU also every id and threshold."""
+def check_support(
+    support: Support | None,
+    rows: int,
+    device: torch.device,
+    vocab_size: int | None = None,
+    temperature: float | Tensor = 1.0,
+) -> None:
+    """One row of support for each row of logits, on their device and at their temperature; on the CPU also every id and
+    threshold.
+    """
     if support is None:
         return
     if not isinstance(support, (SupportKey, SupportIds)):
@@ -182,6 +212,8 @@ def check_support(support: Support | None, rows: int, device: torch.device, voca
         raise ContractError(
             f"support has {len(support)} rows on {held.device}; needs {rows} on {device}; slice it, or use .to()"
         )
+    if isinstance(support, SupportKey):
+        _check_temperature(support.temperature, temperature, rows)
     if held.is_cuda:
         return
     if isinstance(support, SupportKey):
@@ -189,6 +221,53 @@ def check_support(support: Support | None, rows: int, device: torch.device, voca
             raise ContractError(f"threshold of row {int(torch.isnan(held).nonzero()[0])} is NaN; supported: any number")
     elif vocab_size is not None and len(held) and not 0 <= int(held.min()) <= int(held.max()) < vocab_size:
         raise ContractError(f"support lists ids {int(held.min())}..{int(held.max())}; supported: 0..{vocab_size - 1}")
+
+
+def _short_temperature(temperature: float | Tensor | None, rows: int) -> float | Tensor | None:
+    """As a key holds it: a copy on the CPU, one number where all rows have the same."""
+    if temperature is None or (isinstance(temperature, Tensor) and temperature.is_cuda):
+        return None
+    by_row = isinstance(temperature, Tensor) and temperature.dim() > 0
+    held = row_temperature(temperature, rows if by_row else 1)
+    if not len(held):
+        return None
+    return float(held[0]) if bool((held == held[0]).all()) else held.detach().clone()
+
+
+def _check_temperature(held: float | Tensor | None, given: float | Tensor, rows: int) -> None:
+    if held is None or (isinstance(given, Tensor) and given.is_cuda):
+        return
+    here = row_temperature(given, rows if isinstance(given, Tensor) and given.dim() > 0 else 1)
+    there = held if isinstance(held, Tensor) else torch.tensor([held], dtype=torch.float32)
+    here, there = torch.broadcast_tensors(here, there)
+    if bool((here != there).any()):
+        row = int((here != there).nonzero()[0])
+        raise ContractError(
+            f"support was made at temperature {float(there[row]):g} and is used at {float(here[row]):g}, in row {row}; "
+            "supported: one temperature, since a threshold is a logit divided by it; give the same to both, or, where "
+            "one of them got logits that were divided already, dataclasses.replace(support, temperature=...)"
+        )
+
+
+def refuse_empty(support: Support, x: Tensor, targets: Tensor, state: Tensor) -> None:
+    """Raise if a row has no kept id: its target, x fp32 [T], is outside, and yet is all that ``state`` [T, 3] sums."""
+    _raise_empty(support.outside(x, targets) & (state[:, 0] == x) & (state[:, 1] == 0))
+
+
+def refuse_undrawn(support: Support, logits: Tensor, temperature: Tensor, row: int) -> None:
+    """Raise if ``row``, from which nothing was drawn, has finite logits, so that it is its support that is empty."""
+    x = logits[row] / temperature[row] if temperature.numel() else logits[row]
+    if bool((x < torch.inf).all()) and bool((x > -torch.inf).any()):
+        _raise_empty(torch.arange(len(support)) == row)
+
+
+def _raise_empty(empty: Tensor) -> None:
+    if bool(empty.any()):
+        raise ContractError(
+            f"support of row {int(empty.nonzero()[0])} keeps no id ({int(empty.sum())} such rows); a sampler keeps at "
+            "least one, so these are other logits or another temperature than those it was made from; give the same, "
+            "store SupportIds where two engines' logits differ, and list any id for a masked position"
+        )
 
 
 def key_of(support: Support | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -201,10 +280,14 @@ def key_of(support: Support | None) -> tuple[Tensor, Tensor] | tuple[None, None]
 
 
 def masked_logits(
-    logits: Tensor, support: Support | None, vocab_size: int, goal: Tensor | None = None
+    logits: Tensor,
+    support: Support | None,
+    vocab_size: int,
+    goal: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | tuple[None, None]]:
     """What kernels take: logits (a masked copy for a list of ids), and the threshold and last id, or None twice."""
-    check_support(support, len(logits), logits.device, vocab_size)
+    check_support(support, len(logits), logits.device, vocab_size, temperature)
     if isinstance(support, SupportIds):
         logits = support.mask_(logits[:, :vocab_size].clone(), 0, goal)
     return logits, key_of(support)
@@ -253,7 +336,8 @@ def sampling_support(
     Args:
         logits: fp32 [T, at least vocab_size], all of the real vocabulary: a shard does not decide.
         vocab_size: up to 2**20.
-        temperature: positive number, or fp32 [T]; 1.0 where the caller has divided already.
+        temperature: positive number, or fp32 [T]; 1.0 where the caller has divided already, who then names what by:
+            ``dataclasses.replace(key, temperature=...)``.
         top_k: integer, or integers [T]; 0 and -1 are off.
         top_p: number in (0, 1], or floats [T]; 1 is off. Compared in fp64, as given.
         min_p: number in [0, 1], or floats [T]; 0 is off.
@@ -275,4 +359,5 @@ def sampling_support(
     k = _rows_of("top_k", top_k, rows, logits, torch.int64)
     p = _rows_of("top_p", top_p, rows, logits, torch.float64)
     least = _rows_of("min_p", min_p, rows, logits, torch.float64)
-    return SupportKey(*ops.support(logits.detach(), temp, k, p, least, vocab_size))
+    threshold, last_id = ops.support(logits.detach(), temp, k, p, least, vocab_size)
+    return SupportKey(threshold, last_id, temperature)
