@@ -7,6 +7,7 @@ import torch on two cores take longer than all that is checked here.
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -275,6 +276,21 @@ def check_choice(rank, world):
     # a rank of another profile is named on every rank
     with pytest.raises(ContractError, match=f"rank 0 for 'profile a', rank {world - 1} for 'profile b'"):
         TreeCommunicator(identity="profile b" if rank == world - 1 else "profile a")
+    long = "p" * 5000
+    assert TreeCommunicator(identity=long).world_size == world
+    with pytest.raises(ContractError, match="ranks were built for different things"):
+        TreeCommunicator(identity=long + str(rank))
+    # other arguments would have other transports, or other transfers for the same call
+    last = rank == world - 1
+    for given, usual in (({"transport": "gloo"}, {}), ({"two_shot_bytes": 0}, {"two_shot_bytes": 1 << 20})):
+        with pytest.raises(ContractError, match=f"different arguments: rank 0 transport='auto'.*rank {world - 1} "):
+            TreeCommunicator(**given if last else usual)
+    bad = ({"transport": "mpi"}, {"transport": ["gloo"]}, {"transport": "nccl"}, {"identity": None},
+           {"two_shot_bytes": "1"}, {"two_shot_bytes": -1}, {"timeout_s": float("nan")})  # fmt: skip
+    for given in bad:
+        message = re.escape(next(iter(given))) + "=" if last else f"refused on rank {world - 1}, whose error says why"
+        with pytest.raises((ContractError, MissingSupport), match=message):
+            TreeCommunicator(**given if last else {})
     assert not [f for f in os.listdir("/dev/shm") if f.startswith("rl-comm-")] or rank
     # a rank that cannot map the memory decides for all
     real = shared_memory._open

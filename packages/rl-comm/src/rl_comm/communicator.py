@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl_comm import board
+from rl_comm.agreement import check_alike
 from rl_comm.device import NcclMover, StagedMover
 from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call, GlooMover, Mover, as_bytes
 from rl_comm.shared_memory import connect
@@ -19,7 +20,6 @@ from rl_contract.communicator import dim_problem, sum_problem, tensor_problem
 TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
 # size of the fp32 partial from which on two steps are taken, by device
 TWO_SHOT_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
-_IDENTITY_BYTES = 1024
 
 _live: "weakref.WeakValueDictionary[int, TreeCommunicator]" = weakref.WeakValueDictionary()
 _handles = itertools.count()
@@ -46,7 +46,8 @@ class TreeCommunicator:
     Raises:
         MissingSupport: torch.distributed is not initialised, the group has neither gloo nor NCCL, or a transport was
             asked for that some rank cannot reach.
-        ContractError: a world size other than 1, 2, 4, 8, a process outside the group, ranks of different ``identity``.
+        ContractError: a world size other than 1, 2, 4, 8, a process outside the group; on every rank, when one rank's
+            arguments can't be used, or ranks differ in ``identity``, ``transport`` or ``two_shot_bytes``.
     """
 
     def __init__(
@@ -73,8 +74,6 @@ class TreeCommunicator:
                 f"TreeCommunicator got a world of {world_size}, supported: {WORLD_SIZES}; "
                 "choose a power of two up to 8, so that shards are whole sub-trees"
             )
-        if transport not in TRANSPORTS:
-            raise ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
         # a group of several devices, e.g. "cpu:gloo,cuda:nccl", serves each by its part
         backends = str(dist.get_backend_config(group))
         if "gloo" not in backends and "nccl" not in backends:
@@ -82,18 +81,18 @@ class TreeCommunicator:
                 f"TreeCommunicator got a group with backend {backends!r}, supported: gloo, nccl; "
                 "make one with torch.distributed.new_group(backend='cpu:gloo,cuda:nccl')"
             )
-        if transport == "nccl" and "nccl" not in backends:
-            raise MissingSupport(
-                f"transport='nccl' got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
-            )
         host = group
         if "gloo" not in backends:
             host = host_group or dist.new_group(
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
             )
         gloo = GlooMover(host, dist.get_rank(host), world_size)
-        if world_size > 1:
-            _check_identity(gloo, identity)
+        check_alike(
+            gloo,
+            str(identity),
+            f"transport={transport!r}, two_shot_bytes={two_shot_bytes!r}",
+            _unusable(transport, two_shot_bytes, timeout_s, identity, backends),
+        )
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
         on_gpu: Mover = StagedMover(on_cpu)
         if "nccl" in backends and world_size > 1:
@@ -321,19 +320,21 @@ def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
     return shared or gloo
 
 
-def _check_identity(gloo: GlooMover, identity: str) -> None:
-    """Every rank learns of a rank that was built for something else, before anything is moved."""
-    mine = identity.encode()[:_IDENTITY_BYTES]
-    padded = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else 0
-    call = Call("all_gather", padded.dtype, padded.dtype, 0, tuple(padded.shape))
-    rows = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gloo.gather(call, padded).tolist()]
-    other = next((r for r, found in enumerate(rows) if found != rows[0]), None)
-    if other is not None:
-        raise ContractError(
-            f"ranks were built for different things: rank 0 for {rows[0]!r}, rank {other} for {rows[other]!r}; "
-            "start every rank with one profile and one model"
+def _unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any, backends: str) -> Exception | None:
+    """Why a communicator can't be made of these."""
+    if transport not in TRANSPORTS:
+        return ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
+    if transport == "nccl" and "nccl" not in backends:
+        return MissingSupport(
+            f"transport='nccl' got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
         )
+    if two_shot_bytes is not None and (not isinstance(two_shot_bytes, int) or two_shot_bytes < 0):
+        return ContractError(f"two_shot_bytes={two_shot_bytes!r}; supported: None or an integer of 0 or more bytes")
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        return ContractError(f"timeout_s={timeout_s!r}; supported: seconds, more than 0")
+    if not isinstance(identity, str):
+        return ContractError(f"identity={identity!r}; supported: str")
+    return None
 
 
 def _communicator(handle: int) -> TreeCommunicator:
