@@ -1,6 +1,8 @@
 """Generated pages are what their tools write now, and their sources are consistent."""
 
+import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -85,6 +87,38 @@ def test_field_reports_notice_what_is_inconsistent(tmp_path, rows, test, problem
 def test_contract_tables_are_fresh():
     contract_tables = tool("contract_tables")
     assert contract_tables.PAGE.read_text() == contract_tables.build(), "run python tools/contract_tables.py"
+
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PROJECTS = sorted(p.parent.name for room in ("packages", "integrations") for p in ROOT.glob(f"{room}/*/pyproject.toml"))
+
+
+def words_of(package, page=None):
+    """Every word of a package's section on the page of the public API."""
+    sections = re.split(r"^## ", page or ARCHITECTURE.read_text(), flags=re.M)
+    (section,) = [s for s in sections if s.split("\n")[0].strip() == package]
+    return set(re.findall(r"\w+", section))
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_architecture_page_has_every_public_name_and_argument(package):
+    """A word of its own, in the package's own section; arguments of functions and of the classes that are called."""
+    module, words = importlib.import_module(package.replace("-", "_")), words_of(package)
+    public = getattr(module, "__all__", [])
+    # rl-parity is a command line
+    assert public or package == "rl-parity"
+    called = [n for n in public if inspect.isfunction(getattr(module, n)) or n in ("TrainerRank", "StrictOptimizer")]
+    called += [n for n in public if n in ("OptimizerConfig", "LossConfig", "Publisher", "StepLedger", "Span")]
+    lacking = [n for n in public if n not in words]
+    for name in called:
+        lacking += [f"{name}({a})" for a in inspect.signature(getattr(module, name)).parameters if a not in words]
+    assert not lacking, f"docs/architecture.md, {package}: add {lacking}"
+
+
+def test_architecture_page_is_read_by_section():
+    page = "## rl-a\n`share_gpu`, `one(x)`\n## rl-b\n`two`\n"
+    assert words_of("rl-a", page) == {"rl", "a", "share_gpu", "one", "x"}
+    assert "one" not in words_of("rl-b", page)
 
 
 def test_links_of_the_pages_lead_somewhere():
