@@ -42,6 +42,8 @@ def test_shipped_fallback_and_replaced(package):
     plain.use(Plans("sm90", 64))
     assert (plain.current("sm90").tile, plain.shipped("sm90").tile) == (64, 128)
     assert falling.current("sm90").tile == 128
+    with pytest.raises(ContractError, match=r"got plans 'mine\.json'; supported: what its plans\.read"):
+        plain.use("mine.json")
 
 
 def test_a_field_that_decides_the_bits_is_refused_by_name(tmp_path, package):

@@ -117,7 +117,13 @@ class PlanFiles(Generic[P]):
         return self._shipped[arch]
 
     def use(self, plans: P) -> None:
-        """Replace the shipped plans of ``plans.arch`` in this process, e.g. by those ``tools/certify`` wrote."""
+        """Replace the shipped plans of ``plans.arch`` in this process, e.g. by those ``tools/certify`` wrote.
+
+        Raises:
+            ContractError: no plans, e.g. the path of a file.
+        """
+        if not isinstance(getattr(plans, "arch", None), str):
+            raise ContractError(f"{self._package} got plans {plans!r}; supported: what its plans.read(path) returns")
         self.own[plans.arch] = plans
 
     def current(self, arch: str) -> P:
