@@ -10,6 +10,7 @@ from rl_parity import metrics
 from rl_parity.checks import Identity, compare_logprobs, judge
 from rl_parity.config import RolloutLayout, RunConfig, TrainLayout
 from rl_parity.rundir import RunDirectory, StepSamples, is_equal, summarize, write_json
+from vime_sync import PolicyVersion, StepLedger
 
 VERSION = "run-test:0:0123456789ab"
 
@@ -79,6 +80,7 @@ def write_run(
     totals = {}
     for arm in arms:
         records = []
+        ledger = StepLedger(root / arm / "ledger.jsonl", run_id="run-test")
         for step in range(steps):
             s = samples(seed * 1000 + step)
             if arm == "native":
@@ -108,6 +110,10 @@ def write_run(
             assert arm == "native" or is_equal(record)
             run.append_step(arm, record)
             records.append(record)
+            enter(ledger, record, s)
+        ledger.close()
+        pushed = [{"state": "published", "version": VERSION, "at": 1.0, "seconds": 0.1}] * steps
+        write_json(root / arm / "sync.json", pushed)
         totals[arm] = summarize(records, 30.0)
         launches = [
             {
@@ -146,6 +152,19 @@ def write_run(
         }
     )
     return run
+
+
+def enter(ledger: StepLedger, record: dict, s: StepSamples) -> None:
+    """What a trained step enters."""
+    version = PolicyVersion("run-test", record["step"], record["weight_digest"])
+    prompts = np.split(s.prompt_tokens, np.cumsum(s.prompt_length)[:-1])
+    answers = np.split(s.tokens, np.cumsum(s.length)[:-1])
+    with ledger.batch():
+        ledger.add_version(version)
+        ids = {f"{version.step}-{i}": [*p.tolist(), *a.tolist()] for i, (p, a) in enumerate(zip(prompts, answers))}
+        for (name, tokens), length in zip(ids.items(), s.length):
+            ledger.add_sample(name, generated=int(length), spans=[(str(version), 0, int(length))], token_ids=tokens)
+        ledger.consume(version.step, ids, token_ids=ids)
 
 
 def on_gpus(run: RunDirectory) -> RunDirectory:

@@ -117,8 +117,9 @@ def test_what_may_differ_is_listed_and_no_difference(runs, path, value, capsys):
 def test_the_name_of_a_run_is_no_difference(runs):
     edit_manifest(runs[1], "run_id", value="run-other")
     for arm in ("native", "strict"):
-        path = runs[1].root / arm / "steps.jsonl"
-        path.write_text(path.read_text().replace("run-test", "run-other"))
+        for name in ("steps.jsonl", "ledger.jsonl"):
+            path = runs[1].root / arm / name
+            path.write_text(path.read_text().replace("run-test", "run-other"))
     assert status(runs) == 0
 
 
@@ -243,10 +244,15 @@ def test_compare_ends_with_2_and_names_the_damaged_file(runs, case, side, capsys
         *((case, *what) for case, what in DAMAGE.items() if not case.startswith("npz")),
         ("summary empty", "summary.json", lambda p: p.write_text(""), "is empty"),
         ("summary of nothing", "summary.json", lambda p: p.write_text("{}"), "'arms' is None"),
-        ("summary of no counts", "summary.json", lambda p: p.write_text('{"arms": {"strict": {}}}'), "KeyError"),
+        (
+            "summary of no counts",
+            "summary.json",
+            lambda p: p.write_text('{"arms": {"strict": {}}}'),
+            "says steps nothing",
+        ),
         ("evidence torn", "strict/evidence.json", lambda p: p.write_text("{"), "not whole JSON"),
-        ("evidence of no rows", "strict/evidence.json", lambda p: p.write_text('{"train": 3}'), "AttributeError"),
-        ("steps of no figures", STEPS, lambda p: p.write_text('{"step": 0}\n'), "KeyError"),
+        ("evidence of no rows", "strict/evidence.json", lambda p: p.write_text('{"train": 3}'), "'train' is 3"),
+        ("steps of no figures", STEPS, lambda p: p.write_text('{"step": 0}\n'), "says None"),
     ],
 )
 def test_report_ends_with_2_names_the_damaged_file_and_writes_nothing(tmp_path, case, name, damage, words, capsys):

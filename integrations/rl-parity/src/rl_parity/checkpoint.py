@@ -1,6 +1,5 @@
 """What a checkpoint folder holds, read from the safetensors headers without loading it; its faults listed at once."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,10 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
+from rl_parity.jsonfile import read_object
 
 _FLOATS = {"BF16": "bfloat16", "F32": "float32"}
+_AGAIN = "save the checkpoint again"
 INDEX = "model.safetensors.index.json"
 
 
@@ -24,13 +25,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ContractError(
             f"--model {folder}: no config.json there; give a Hugging Face checkpoint folder, tiny-qwen3 or tiny-llama"
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ContractError(f"{path} is not JSON ({error}); save the checkpoint again") from None
-    if not isinstance(config, dict):
-        raise ContractError(f"{path} holds {type(config).__name__}, not an object; save the checkpoint again")
-    return config
+    return read_object(path, _AGAIN)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -119,9 +114,8 @@ def _index_problems(folder: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        named = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        named = {str(name): str(file) for name, file in read_object(path, _AGAIN)["weight_map"].items()}
+    except (ContractError, KeyError, AttributeError) as error:
         return [f"checkpoint: {INDEX} can't be read ({type(error).__name__}: {error}); save the checkpoint again"]
     gone = sorted(file for file in set(named.values()) if not (folder / file).is_file())
     found = [f"checkpoint: {INDEX} names {file}, which is missing; copy the whole checkpoint" for file in gone]

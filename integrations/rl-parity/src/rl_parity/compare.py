@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_contract import ContractError
+from rl_parity import verify
 from rl_parity.rundir import RunDirectory, StepSamples
 
 _LABELS = {"rollout": "rollout logprob", "train": "train logprob", "forward": "forward logprob"}
@@ -60,6 +61,8 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
         ContractError: no arm in common, or a file that is missing or damaged, named with what is wrong.
     """
     manifests = a.manifest(), b.manifest()
+    for run in (a, b):
+        verify.whole(run)
     arms = a.arms(), b.arms()
     if not set(arms[0]) & set(arms[1]):
         raise ContractError(f"{a.root} has arms {arms[0]}, {b.root} has {arms[1]}; give two runs with an arm in common")

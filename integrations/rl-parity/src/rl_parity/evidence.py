@@ -1,10 +1,10 @@
 """What the workers of an arm counted and what its pushes went through, as files of the run directory."""
 
-import json
 import time
 from typing import Any
 
 from rl_parity.fleet import Fleet
+from rl_parity.jsonfile import read_list
 from rl_parity.launch import WorkerFailure
 from rl_parity.rundir import RunDirectory, write_json
 from vime_sync import Publisher
@@ -43,6 +43,6 @@ def _file(evidence: dict[str, Any], side: str, name: str, report: dict[str, Any]
 def write_sync(directory: RunDirectory, arm: str, publisher: Publisher) -> None:
     """Every state of every push with its time, after those of earlier sittings."""
     path = directory.root / arm / "sync.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    before = read_list(path) if path.is_file() else []
     rows = [{"state": str(t.state), "version": t.version, "at": t.at, "seconds": t.seconds} for t in publisher.history]
     write_json(path, [*before, *rows])

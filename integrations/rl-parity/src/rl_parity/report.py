@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Profile
-from rl_parity import contracts, report_run
+from rl_parity import contracts, report_run, verify
 from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, is_equal
 from rl_parity.svg import Series, bars, lines, number
 
@@ -30,10 +30,10 @@ _ROWS: tuple[tuple[str, str, bool], ...] = (
 )
 
 
-def write_report(run: RunDirectory) -> Path:
-    """Render the page of a finished, failed or running run; returns its path."""
+def write_report(run: RunDirectory, *, model: bool = True) -> Path:
+    """Render the page of a finished, failed or running run; returns its path. Arguments as for ``render``."""
     path = run.root / REPORT
-    page = render(run)
+    page = render(run, model=model)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -41,14 +41,17 @@ def write_report(run: RunDirectory) -> Path:
     return path
 
 
-def render(run: RunDirectory) -> str:
-    """The page as one string.
+def render(run: RunDirectory, *, model: bool = True) -> str:
+    """The page as one string; its verdict is that of the records and samples.
+
+    Args:
+        model: also prove that the run's copy of a built-in model is undamaged.
 
     Raises:
         ContractError: a file that is missing or damaged, named with what is wrong; nothing is written.
     """
     manifest = run.manifest()
-    summary = run.summary() if (run.root / SUMMARY).is_file() else {"arms": {}}
+    summary = verify.totals(run, model=model)
     steps = {arm: run.steps(arm) for arm in run.arms()}
     evidence = {arm: run.evidence(arm) for arm in steps}
     strict = run.evidence("strict")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
-from rl_parity import state
+from rl_parity import state, verify
 from rl_parity.config import RunConfig
+from rl_parity.jsonfile import parse, read_text
+from rl_parity.models import spec_of
 from rl_parity.rundir import RunDirectory
 from rl_parity.state import Saved
 
@@ -103,13 +106,58 @@ def points(directory: RunDirectory, config: RunConfig) -> dict[str, Point]:
             continue
         done = [record for record in records if record["step"] < saved.step]
         if saved.run_id != run_id or [r["step"] for r in done] != list(range(saved.step)):
-            problems.append(f"{arm} arm: the state is of {saved.run_id}, step {saved.step}; the records are not")
+            problems.append(
+                f"{arm} arm: the state is of {saved.run_id}, step {saved.step}; the records in "
+                f"{directory.root / arm / 'steps.jsonl'} are not"
+            )
         if saved.step > config.steps:
             problems.append(f"{arm} arm: {saved.step} steps are done, --steps {config.steps} asks for fewer")
         found[arm] = Point(saved=saved, records=done, dropped=records[len(done) :])
     if problems:
         raise ContractError(f"--resume {directory.root}: {'; '.join(problems)}")
     return found
+
+
+def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]) -> None:
+    """Read every file that the sitting goes on from, before it starts anything.
+
+    Raises:
+        ContractError: one is missing, damaged, or contradicts another; it is named, and nothing was changed.
+    """
+    manifest = directory.manifest()
+    _writable(directory.root)
+    for arm, point in found.items():
+        if point.saved is None:
+            continue
+        verify.arm_files(directory, arm, manifest)
+        verify.samples(directory, arm, point.records)
+        path = directory.root / arm / "ledger.jsonl"
+        kept = "".join(_kept(path, point.step))
+        verify.ledger(directory, arm, manifest["run_id"], kept, point.records, deep=True)
+        digest = point.records[0]["weight_digest"]
+        verify.built_in_model(directory, manifest["config"], digest)
+        if spec_of(config.model) is None:
+            verify.weights(Path(config.model), digest)
+        _state(point.saved, config)
+
+
+def _state(saved: Saved, config: RunConfig) -> None:
+    if len(saved.ranks) != config.train.world_size:
+        raise ContractError(
+            f"{saved.folder / state.DESCRIPTION} names {len(saved.ranks)} ranks, --train {config.train} has "
+            f"{config.train.world_size}; restore the file"
+        )
+    size = sum(path.stat().st_size for path in saved.folder.iterdir())
+    if size > verify.SLOW_BYTES:
+        print(f"rl-parity: reading {saved.folder} ({size / 2**30:.1f} GiB)", file=sys.stderr)
+    for rank, digest in enumerate(saved.ranks):
+        state.read_rank(saved.folder, rank, digest)
+
+
+def _writable(root: Path) -> None:
+    for path in (root, *root.rglob("*")):
+        if (path.is_dir() or path.suffix in (".log", ".jsonl", ".html")) and not os.access(path, os.W_OK):
+            raise ContractError(f"{path} cannot be written; make it writable, or resume a copy of the run directory")
 
 
 def rewind(directory: RunDirectory, arm: str, point: Point) -> None:
@@ -120,8 +168,7 @@ def rewind(directory: RunDirectory, arm: str, point: Point) -> None:
         if step >= point.step:
             directory.samples_path(arm, step).unlink()
     ledger = root / "ledger.jsonl"
-    if ledger.is_file():
-        _replace(ledger, "".join(_kept(ledger.read_text(encoding="utf-8"), point.step)))
+    _replace(ledger, "".join(_kept(ledger, point.step)))
 
 
 def restart(directory: RunDirectory, arm: str) -> None:
@@ -129,14 +176,14 @@ def restart(directory: RunDirectory, arm: str) -> None:
     shutil.rmtree(directory.root / arm, ignore_errors=True)
 
 
-def _kept(text: str, step: int) -> list[str]:
+def _kept(path: Path, step: int) -> list[str]:
     """Ledger lines up to the one with which ``step - 1`` consumed its samples."""
-    lines = text.splitlines(keepends=True)
+    lines = read_text(path).splitlines(keepends=True)
     for number, line in enumerate(lines):
         # the last line may be cut off, and comes after
-        if line.startswith('{"event":"step"') and json.loads(line)["step"] == step - 1:
+        if line.startswith('{"event":"step"') and parse(path, line, number + 1).get("step") == step - 1:
             return lines[: number + 1]
-    raise ContractError(f"the ledger does not hold step {step - 1}; restore it, or start the run again")
+    raise ContractError(f"{path} does not hold step {step - 1}; restore it, or start the run again")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl_contract import ContractError
+from rl_parity.jsonfile import REPAIR, lines, read_object, read_text, require
 from rl_parity.lock import LOCK
 
 MANIFEST, SUMMARY, REPORT = "manifest.json", "summary.json", "report.html"
@@ -30,7 +31,6 @@ _BROKEN_ARCHIVE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_REPAIR = "restore the file or give a directory as `rl-parity run --out` wrote it"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -81,7 +81,7 @@ class StepSamples:
             ContractError: no such file, a damaged one, or arrays of other names, dtypes or sizes.
         """
         if not path.is_file():
-            raise ContractError(f"{path} is missing, its step is recorded; {_REPAIR}")
+            raise ContractError(f"{path} is missing, its step is recorded; {REPAIR}")
         try:
             data = np.load(path, allow_pickle=False)
             if not isinstance(data, np.lib.npyio.NpzFile):
@@ -89,10 +89,10 @@ class StepSamples:
             with data:
                 arrays = {name: data[name] for name in data.files}
         except _BROKEN_ARCHIVE as error:
-            raise ContractError(f"{path} cannot be read ({type(error).__name__}: {error}); {_REPAIR}") from error
+            raise ContractError(f"{path} cannot be read ({type(error).__name__}: {error}); {REPAIR}") from error
         wrong = cls._wrong(arrays)
         if wrong:
-            raise ContractError(f"{path}: {wrong}; {_REPAIR}")
+            raise ContractError(f"{path}: {wrong}; {REPAIR}")
         return cls(**arrays)
 
     @classmethod
@@ -184,20 +184,20 @@ class RunDirectory:
             ContractError: the file is missing, empty or broken, or lacks one of these.
         """
         path, data = self.root / MANIFEST, self._read(MANIFEST)
-        _require(path, data, {"run_id": str, "status": str, "config": dict})
-        _require(path, data["config"], {"steps": int, "arm": str, "train": dict, "rollout": dict})
+        require(path, data, {"run_id": str, "status": str, "config": dict})
+        require(path, data["config"], {"steps": int, "arm": str, "train": dict, "rollout": dict})
         return data
 
     def summary(self) -> dict[str, Any]:
         """Each arm's totals; raises as ``manifest`` does."""
         data = self._read(SUMMARY)
-        _require(self.root / SUMMARY, data, {"arms": dict})
+        require(self.root / SUMMARY, data, {"arms": dict})
         return data
 
     def evidence(self, arm: str) -> dict[str, Any]:
         """What the workers of the arm counted, {} where it was not written; raises as ``manifest`` does."""
         path = self.root / arm / "evidence.json"
-        return _object(path, _text(path)) if path.is_file() else {}
+        return read_object(path) if path.is_file() else {}
 
     def steps(self, arm: str, *, torn: bool = False) -> list[dict[str, Any]]:
         """The arm's step records, [] where there are none.
@@ -212,16 +212,15 @@ class RunDirectory:
         if not path.is_file():
             return []
         records: list[dict[str, Any]] = []
-        text = _text(path)
+        text = read_text(path)
         if torn:
             text = text[: text.rfind("\n") + 1]
             if not text:
                 return []
-        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
-            record = _object(path, line, number)
-            _require(path, record, {"step": int}, number)
+        for number, record in lines(path, text):
+            require(path, record, {"step": int}, number)
             if any(record["step"] == other["step"] for other in records):
-                raise ContractError(f"{path}, line {number}: step {record['step']} is recorded twice; {_REPAIR}")
+                raise ContractError(f"{path}, line {number}: step {record['step']} is recorded twice; {REPAIR}")
             records.append(record)
         return records
 
@@ -232,35 +231,7 @@ class RunDirectory:
         path = self.root / name
         if not path.is_file():
             raise ContractError(f"{self.root} has no {name}; give a directory written by `rl-parity run --out`")
-        return _object(path, _text(path))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ContractError(f"{path} cannot be read ({type(error).__name__}: {error}); {_REPAIR}") from error
-
-
-def _object(path: Path, text: str, line: int | None = None) -> dict[str, Any]:
-    where = str(path) if line is None else f"{path}, line {line}"
-    if not text.strip():
-        raise ContractError(f"{where} is empty; {_REPAIR}")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ContractError(f"{where} is not whole JSON ({error}); {_REPAIR}") from error
-    if not isinstance(value, dict):
-        raise ContractError(f"{where} holds {type(value).__name__}, supported is a JSON object; {_REPAIR}")
-    return value
-
-
-def _require(path: Path, data: Mapping[str, Any], kinds: Mapping[str, type], line: int | None = None) -> None:
-    where = str(path) if line is None else f"{path}, line {line}"
-    for key, kind in kinds.items():
-        # bool is an int to isinstance
-        if type(data.get(key)) is not kind:
-            raise ContractError(f"{where}: {key!r} is {data.get(key)!r}, supported is {kind.__name__}; {_REPAIR}")
+        return read_object(path)
 
 
 COUNTS = (

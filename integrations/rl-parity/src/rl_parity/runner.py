@@ -48,6 +48,7 @@ def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) 
             if _violated(preflight.check(config, new_run=False)):
                 return USAGE
             points = resume.points(directory, config)
+            resume.check(directory, config, points)
             return _marked(config, directory.manifest()["run_id"], directory, command, points, again)
     if _violated(preflight.check(config)):
         return USAGE
@@ -171,7 +172,14 @@ def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reaso
     directory.write_manifest(
         {**manifest, "notes": notes, "status": status, "reason": reason or None, "finished": _now()}
     )
-    write_report(directory)
+    try:
+        # the model has just been pushed, digest by digest
+        write_report(directory, model=False)
+    except ContractError as error:
+        # why the run ended is worth more than why its page is missing
+        if status == "finished":
+            raise
+        print(f"rl-parity: no report: {error}", file=sys.stderr)
 
 
 def _native_notes(directory: RunDirectory) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
+from rl_parity.jsonfile import read_object
 from vime_sync import tensor_digests
 
 DESCRIPTION = "state.json"
@@ -109,7 +110,7 @@ def latest(root: Path) -> Saved | None:
         return None
     path = found[-1] / DESCRIPTION
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_object(path, _REPAIR)
         return Saved(
             folder=found[-1],
             run_id=str(data["run_id"]),
@@ -117,7 +118,9 @@ def latest(root: Path) -> Saved | None:
             digest=str(data["digest"]),
             ranks=tuple(str(digest) for digest in data["ranks"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ContractError):
+            raise
         raise ContractError(f"{path} cannot be read ({type(error).__name__}: {error}); {_REPAIR}") from error
 
 

@@ -1,0 +1,222 @@
+"""Whether the files of a run bear out what it says: each there, whole, and one verdict in all of them."""
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_contract import ContractError
+from rl_parity import checkpoint
+from rl_parity.checks import compare_logprobs
+from rl_parity.jsonfile import REPAIR, read_list, read_object, read_text, require
+from rl_parity.models import hf_config, spec_of
+from rl_parity.rundir import COUNTS, SUMMARY, RunDirectory, StepSamples, summarize
+from rl_parity.vocabulary import FolderTokenizer
+from vime_sync import Manifest, StepLedger
+from vime_sync.layout import ModelShape
+from vime_sync.ledger import tokens_digest
+
+# sizes from which reading takes long enough to say so
+SLOW_BYTES = 2**30
+_TOTALS = ("steps", *COUNTS, "forward_mismatch_count", "max_abs_diff", "bitwise_equal")
+
+
+def whole(run: RunDirectory, *, model: bool = True) -> None:
+    """Raise ContractError where a file that the run must have is missing or damaged; samples are not read.
+
+    Args:
+        model: also read the run's copy of a built-in model.
+    """
+    manifest = run.manifest()
+    for arm in _asked(manifest):
+        if (run.root / arm).is_dir():
+            records = _records(run, arm, manifest)
+            if records:
+                arm_files(run, arm, manifest)
+                ledger(run, arm, manifest["run_id"], read_text(run.root / arm / "ledger.jsonl"), records)
+                if model:
+                    built_in_model(run, manifest["config"], records[0].get("weight_digest"))
+    if manifest["status"] == "finished":
+        run.summary()
+
+
+def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
+    """The summary as records and samples have it, which the stored one must agree with.
+
+    Raises:
+        ContractError: a file is missing or damaged, or two of them contradict each other; it is named.
+    """
+    manifest = run.manifest()
+    whole(run, model=model)
+    stored = run.summary()["arms"] if (run.root / SUMMARY).is_file() else {}
+    out: dict[str, Any] = {}
+    for arm in _asked(manifest):
+        records = _records(run, arm, manifest)
+        if not records:
+            continue
+        samples(run, arm, records)
+        ledger(run, arm, manifest["run_id"], read_text(run.root / arm / "ledger.jsonl"), records, deep=True)
+        told = stored.get(arm, {})
+        found = _guarded(run.root / arm / "steps.jsonl", records, told)
+        if manifest["status"] == "finished" or (manifest["status"] != "running" and told):
+            for key in _TOTALS:
+                if told.get(key, "nothing") != found[key]:
+                    raise ContractError(
+                        f"{run.root / SUMMARY} says {key} {told.get(key, 'nothing')} of the {arm} arm, its steps and "
+                        f"samples say {found[key]}; {REPAIR}"
+                    )
+        out[arm] = {**told, **found}
+    return {"arms": out}
+
+
+def _guarded(path: Path, records: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return summarize(records, float(told.get("seconds", sum(sum(r["seconds"].values()) for r in records))))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ContractError(
+            f"{path} lacks or misstates a figure ({type(error).__name__}: {error}); {REPAIR}"
+        ) from error
+
+
+def _asked(manifest: Mapping[str, Any]) -> list[str]:
+    arm = manifest["config"]["arm"]
+    return ["native", "strict"] if arm == "both" else [arm]
+
+
+def _records(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The arm's records; that a run has them is known from its end, or from its summary."""
+    path = run.root / arm / "steps.jsonl"
+    if not path.is_file():
+        done = run.summary()["arms"].get(arm, {}).get("steps") if (run.root / SUMMARY).is_file() else 0
+        if manifest["status"] == "finished" or done:
+            raise ContractError(f"{path} is missing; {REPAIR}")
+    return run.steps(arm)
+
+
+def arm_files(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> None:
+    # written when a sitting ends; one that runs or was killed may have none yet
+    folder, running = run.root / arm, manifest["status"] == "running"
+    if not running or (folder / "evidence.json").is_file():
+        read_object(folder / "evidence.json")
+        require(folder / "evidence.json", run.evidence(arm), {"train": dict, "rollout": dict})
+    if not running or (folder / "sync.json").is_file():
+        rows = read_list(folder / "sync.json")
+        if not all(isinstance(row, dict) and {"state", "version"} <= row.keys() for row in rows):
+            raise ContractError(f"{folder / 'sync.json'} holds what is no state of a push; {REPAIR}")
+
+
+def samples(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ContractError where the samples of a step are missing, damaged, or not those that its record counts."""
+    for record in records:
+        step = record["step"]
+        path = run.samples_path(arm, step)
+        held = StepSamples.load(path)
+        counts = {"tokens": int(held.tokens.size), "absent_count": int(held.absent.sum())}
+        if not record.get("not_compared"):
+            one, _ = compare_logprobs(held, held.rollout, held.train, step, ("rollout", "train"))
+            counts |= {
+                "valid_count": one.valid_count,
+                "mismatch_count": one.mismatch_count,
+                "nonfinite_count": one.nonfinite_count,
+            }
+            if record.get("loss") is not None:
+                two, _ = compare_logprobs(held, held.train, held.forward, step, ("scoring", "training forward"))
+                counts["forward_mismatch_count"] = two.mismatch_count
+        for key, count in counts.items():
+            if record.get(key) != count:
+                raise ContractError(
+                    f"{path} has {key} {count}, the record of step {step} in {run.root / arm / 'steps.jsonl'} "
+                    f"says {record.get(key)}; {REPAIR}"
+                )
+
+
+def ledger(
+    run: RunDirectory,
+    arm: str,
+    run_id: str,
+    text: str,
+    records: Sequence[Mapping[str, Any]],
+    deep: bool = False,
+) -> None:
+    """Replay ``text`` of the arm's ledger.
+
+    Args:
+        records: steps that it must hold, those of them that were trained.
+        deep: also compare the digests of weights with the records, and of tokens with the samples.
+
+    Raises:
+        ContractError: it is of another run, breaks a rule, or lacks a step.
+    """
+    path = run.root / arm / "ledger.jsonl"
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "ledger.jsonl"
+        copy.write_text(text, encoding="utf-8")
+        try:
+            with StepLedger(copy, run_id=run_id) as held:
+                pass
+        except ContractError as error:
+            raise ContractError(f"{str(error).replace(str(copy), str(path))}; {REPAIR}") from error
+    trained = [record for record in records if record.get("loss") is not None]
+    if len(held.steps) < len(trained):
+        raise ContractError(f"{path} does not hold step {trained[len(held.steps)]['step']}; {REPAIR}")
+    if not deep:
+        return
+    published = {version.step: version.digest for version in held.versions.values()}
+    for record in trained:
+        step, digest = record["step"], record.get("weight_digest")
+        if published.get(step) != digest:
+            raise ContractError(
+                f"{path} has weights {str(published.get(step))[:12]} at step {step}, the record in "
+                f"{path.with_name('steps.jsonl')} {str(digest)[:12]}; {REPAIR}"
+            )
+        _tokens(path, held, step, run.samples_path(arm, step))
+
+
+def _tokens(path: Path, held: StepLedger, step: int, where: Path) -> None:
+    found, prompt, start = StepSamples.load(where), 0, 0
+    for index, (before, length) in enumerate(zip(found.prompt_length, found.length)):
+        ids = [*found.prompt_tokens[prompt : prompt + before].tolist(), *found.tokens[start : start + length].tolist()]
+        prompt, start = prompt + int(before), start + int(length)
+        sample = held.samples.get(f"{step}-{index}")
+        if sample is None or sample.tokens_sha256 != tokens_digest(ids):
+            raise ContractError(f"{where} has other tokens in sample {index} than {path} recorded; {REPAIR}")
+
+
+def built_in_model(run: RunDirectory, config: Mapping[str, Any], digest: str | None) -> None:
+    """Raise ContractError where the run's own copy of a built-in model is damaged; one that is gone is made again."""
+    spec, folder = spec_of(config.get("model", "")), run.root / "model"
+    path = folder / "config.json"
+    if spec is None or not path.is_file():
+        return
+    if read_object(path) != hf_config(spec):
+        raise ContractError(f"{path} is not that of {config['model']}; remove {folder}, it is made again")
+    read_object(folder / "tokenizer.json", f"remove {folder}, it is made again")
+    FolderTokenizer(folder)
+    weights(folder, digest)
+
+
+def weights(folder: Path, digest: str | None) -> None:
+    """Raise ContractError where a checkpoint does not hold the weights that a run began with."""
+    from safetensors import SafetensorError, safe_open
+
+    names = dict(ModelShape.from_hf_config(checkpoint.read_config(folder)).hf_shapes()).keys()
+    if checkpoint.size_in_bytes(folder) > SLOW_BYTES:
+        print(f"rl-parity: reading {folder} ({checkpoint.size_in_bytes(folder) / 2**30:.1f} GiB)", file=sys.stderr)
+    files = checkpoint.weight_files(folder)
+    where = str(files[0]) if len(files) == 1 else str(folder)
+    remedy = "give the same checkpoint, undamaged"
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            with safe_open(str(file), framework="pt") as held:
+                tensors |= {name: held.get_tensor(name) for name in held.keys() if name in names}  # noqa: SIM118
+        if missing := sorted(names - tensors.keys()):
+            raise ContractError(f"{folder / 'model.safetensors'} lacks {', '.join(missing[:3])}; {remedy}")
+        found = Manifest.from_tensors(tensors).digest
+    except (SafetensorError, OSError) as error:
+        raise ContractError(f"{where} cannot be read ({type(error).__name__}: {error}); {remedy}") from error
+    if found != digest:
+        raise ContractError(f"{where} has weights {found[:12]}, the run began with {str(digest)[:12]}; {remedy}")
