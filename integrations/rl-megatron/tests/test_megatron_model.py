@@ -442,15 +442,28 @@ def test_batch_for_another_cp_or_temperature_zero_is_refused(one_rank: None, tin
     samples = tiny.tiny_samples(97, LENGTHS)
     with pytest.raises(ContractError, match="cp=2"):
         logprobs(model, pack(samples, cp=2))
-    with pytest.raises(ContractError, match="temperature=0"):
-        logprobs(model, pack(samples), temperature=0.0)
+    for temperature in (0.0, -1.0, math.inf, math.nan, True, "1"):
+        with pytest.raises(ContractError, match=f"temperature={temperature!r}, supported: a finite number above 0"):
+            logprobs(model, pack(samples), temperature=temperature)  # type: ignore[arg-type]
 
 
 def test_optimizer_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ContractError, match="betas"):
         OptimizerConfig(betas=(0.9, 1.0))
-    with pytest.raises(ContractError, match="clip_low"):
-        LossConfig(clip_low=1.5)
+    for wrong in ({"lr": math.inf}, {"lr": math.nan}, {"weight_decay": math.inf}, {"eps": math.inf}, {"eps": 0.0}):
+        with pytest.raises(ContractError, match="supported: finite lr"):
+            OptimizerConfig(**wrong)
+    for wrong in ({"clip_low": 1.5}, {"kl_coef": math.inf}, {"kl_coef": math.nan}, {"clip_high": math.nan}):
+        with pytest.raises(ContractError, match="supported: 0 <= clip_low"):
+            LossConfig(**wrong)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2.0}, {"cp": 1.0}, {"tp": True}, {"cp": "2"}])
+def test_cuts_that_are_no_integers_are_refused(tiny: Any, parallel: dict[str, Any]) -> None:
+    config = tiny.tiny_config()
+    ((name, value),) = parallel.items()
+    with pytest.raises(ContractError, match=f"{name}={value!r}, supported: integers"):
+        ModelConfig.from_hf(config).check(tiny.tiny_profile(config), ParallelConfig(**parallel))
 
 
 def test_both_spellings_of_rope_are_one(tiny: Any) -> None:

@@ -114,6 +114,10 @@ class ModelConfig:
     def _parallel_problems(self, profile: Profile, parallel: ParallelConfig) -> list[str]:
         tp, cp, leaves = parallel.tp, parallel.cp, profile.settings.leaves
         problems = []
+        if other := [
+            f"{n}={v!r}" for n, v in (("tp", tp), ("cp", cp)) if not isinstance(v, int) or isinstance(v, bool)
+        ]:
+            return [f"{', '.join(other)}, supported: integers"]
         if tp < 1 or tp & (tp - 1):
             return [f"tp={tp}, supported: a power of two; use one that divides the heads"]
         if cp not in CP_SIZES:

@@ -34,14 +34,16 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         b1, b2 = self.betas
         if not (
-            self.lr >= 0
+            0 <= self.lr < math.inf
             and 0 <= b1 < 1
             and 0 <= b2 < 1
-            and self.eps > 0
-            and self.weight_decay >= 0
+            and 0 < self.eps < math.inf
+            and 0 <= self.weight_decay < math.inf
             and self.clip_grad >= 0
         ):
-            raise ContractError(f"{self}; supported: lr, weight_decay, clip_grad >= 0, betas in [0, 1), eps > 0")
+            raise ContractError(
+                f"{self}; supported: finite lr, weight_decay >= 0, clip_grad >= 0, betas in [0, 1), finite eps > 0"
+            )
         if self.kind not in ("strict", "megatron") or (self.distributed and self.kind != "megatron"):
             raise ContractError(
                 f"{self}; supported: kind 'strict' or 'megatron', and distributed=True only with 'megatron'"

@@ -1,5 +1,7 @@
 """Log-probabilities of response tokens: one function for scoring and for training, so that both give the same bits."""
 
+import math
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -51,10 +53,9 @@ def token_logprobs(
         raise ContractError(
             f"the batch is packed for cp={batch.cp}, the model is built for cp={built.parallel.cp}; pack it again"
         )
-    if not temperature > 0:
-        raise ContractError(
-            f"temperature={temperature}, supported: above 0; give that of the rollout's log-probabilities"
-        )
+    number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    if not number or not 0 < temperature < math.inf:
+        raise ContractError(f"temperature={temperature!r}, supported: a finite number above 0; give the rollout's")
     comm = topology.context_parallel()
     mine = batch.on(comm.rank, device())
     with cpu_device():
