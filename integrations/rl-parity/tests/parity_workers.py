@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from rl_contract import Profile
 from rl_parity import checkpoint, state
-from rl_parity.launch import WorkerFailure
+from rl_parity.launch import WorkerFailure, WorkerGone
 from vime_sync import Loan, Manifest, PolicyVersion, lend_weights, shard_digests, write_weights
 from vime_sync.layout import ModelShape
 from vime_sync.testing import FakeEngine
@@ -113,6 +113,8 @@ class FakeRollout:
 
     def client(self, method, *args):
         assert "weights" not in self.asleep or method == "weight_version"
+        if "engine gone" in FAULTS and self.engine.name == "engine-1":
+            raise WorkerGone("engine-1: the process ended with status -9 (SIGKILL)\n--- last lines of its log ---")
         found = getattr(self.engine, method)
         return found(*args) if callable(found) else found
 

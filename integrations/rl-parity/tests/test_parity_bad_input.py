@@ -63,6 +63,11 @@ def rewrite(folder, **changes):
         ({"timeout": -1.0}, ["--timeout -1.0"]),
         ({"timeout": float("nan")}, ["--timeout nan"]),
         ({"timeout": 1e300}, ["--timeout 1e+300", "at most"]),
+        ({"steps": 10**20}, ["--steps 100000000000000000000", "at most 2147483647"]),
+        ({"save_every": 2**31}, ["--save-every 2147483648", "at most"]),
+        ({"prompts": "random:16-"}, ["--prompts random:16-:", "random:16-512"]),
+        ({"prompts": "random:٨"}, ["--prompts random:٨:", "random:512"]),
+        ({"prompts": "random:" + "9" * 5000}, ["--prompts random:9"]),
         ({"clip": 1.5}, ["--clip 1.5", "below 1"]),
         ({"clip": 1.0}, ["--clip 1.0", "below 1"]),
         ({"temperature": 1e-50}, ["--temperature 1e-50", "0.01"]),
@@ -245,3 +250,28 @@ def test_what_no_check_foresaw_is_a_violation_and_never_reads_as_a_mismatch(tmp_
     monkeypatch.setattr(preflight, "check", lambda config, **_: 1 // 0)
     assert cli.main(["run", "--out", str(tmp_path / "out")]) == 3
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--gpus", ""),
+        ("--resume", ""),
+        ("--resume", " "),
+        ("--steps", "٨"),
+        ("--steps", "1_0"),
+        ("--steps", "9" * 5000),
+        ("--lr", "٨"),
+        ("--lr", "1_0.0"),
+    ],
+)
+def test_an_option_that_says_nothing_or_is_no_plain_number_is_refused_by_name(option, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: " in capsys.readouterr().err
+
+
+def test_a_layout_takes_plain_digits_only(capsys):
+    assert cli.main(["doctor", "--train", "tp=٢"]) == 2
+    assert "tp must be a positive integer" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Launchers: calls are answered in order, failures are named, nothing is left behind."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from rl_contract import ContractError
-from rl_parity.launch import WorkerFailure, make_launcher, traces, wait_all
+from rl_parity.launch import WorkerFailure, WorkerGone, make_launcher, traces, wait_all
 from rl_parity.launch.processes import marked, survivors
 
 TESTS = str(Path(__file__).parent)
@@ -50,6 +51,18 @@ def test_workers_answer_in_order_and_see_only_their_own_environment(launcher):
     with pytest.raises(WorkerFailure, match=r"b: .*"):
         wait_all(launcher, [a.call("sleep", 20), b.call("die")], 60)
     assert time.monotonic() - started < 15
+
+
+def test_a_killed_worker_is_gone_and_says_by_what(launcher):
+    worker = echo(launcher, "k")
+    pid = worker.call("pid").result(60)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerGone, match="k: the process ended") as first:
+        worker.call("add", 1).result(60)
+    with pytest.raises(WorkerGone, match="k: the process ended"):
+        wait_all(launcher, [worker.call("add", 1)], 60)
+    if type(launcher).__name__ == "LocalLauncher":
+        assert "status -9 (SIGKILL)" in str(first.value)
 
 
 def test_a_worker_that_cannot_be_built_fails_its_first_call(launcher):

@@ -168,3 +168,11 @@ def test_engines_share_cores_out_and_never_overlap_where_there_are_enough():
     assert binds == ["0,1|2,3", "4,5|6,7"]
     binds = [engine_cores(config, i, [0, 1])["VLLM_CPU_OMP_THREADS_BIND"] for i in range(2)]
     assert binds == ["0|1", "0|1"]
+
+
+def test_an_engine_that_was_killed_is_named_first(tmp_path, capsys):
+    code, directory = run(tmp_path, faults={"engine gone"})
+    assert code == 3
+    reason = directory.manifest()["reason"]
+    assert reason.splitlines()[0] == "engine-1: the process ended with status -9 (SIGKILL)"
+    assert "verdict: FAILED\nengine-1: the process ended" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """``rl-parity run | doctor | compare | contracts | report``. Imports nothing heavy until a command needs it."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -63,28 +64,55 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{**kwargs, "allow_abbrev": False})
 
 
+def _integer(text: str) -> int:
+    # int alone takes other scripts' digits and underscores too
+    if not re.fullmatch(r"[+-]?[0-9]{1,40}", text.strip(" ")):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no whole number; give digits 0 to 9")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        if not text.isascii() or "_" in text:
+            raise ValueError
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no number; give e.g. 0.5 or 1e-3") from None
+
+
+def _filled(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; give a value or leave the option out")
+    return text
+
+
+def _directory(text: str) -> Path:
+    # the path of nothing would be the working directory
+    return Path(_filled(text))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="rl-parity", description="RL training whose two engines compute the same bits.")
     parser.add_argument("--version", action="version", version=f"rl-parity {metadata.version('rl-parity')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train, and compare every log-probability bit for bit")
     doctor = commands.add_parser("doctor", help="list every violated precondition of a run; starts nothing")
-    run.add_argument("--resume", default=None, metavar="DIR", help="go on with the run in DIR, up to --steps in all")
+    run.add_argument("--resume", type=_directory, metavar="DIR", help="go on with the run in DIR, up to --steps in all")
     for sub, command in ((run, _run), (doctor, _doctor)):
         _run_options(sub)
         sub.set_defaults(command=command)
     compare = commands.add_parser("compare", help="compare two run directories bit for bit")
-    compare.add_argument("a", type=Path)
-    compare.add_argument("b", type=Path)
+    compare.add_argument("a", type=_directory)
+    compare.add_argument("b", type=_directory)
     compare.set_defaults(command=_compare)
     contracts = commands.add_parser("contracts", help="print the contracts of a model as a Markdown table")
     contracts.add_argument(
         "--model", default="tiny-qwen3", help="checkpoint folder, tiny-qwen3, tiny-llama or random:NAME"
     )
-    contracts.add_argument("--leaves", type=int, default=1, help="G of tree(G)")
+    contracts.add_argument("--leaves", type=_integer, default=1, help="G of tree(G)")
     contracts.set_defaults(command=_contracts)
     report = commands.add_parser("report", help="write report.html of a run directory again")
-    report.add_argument("directory", type=Path)
+    report.add_argument("directory", type=_directory)
     report.set_defaults(command=_report)
     return parser
 
@@ -96,39 +124,39 @@ def _run_options(p: argparse.ArgumentParser) -> None:
 
     add("arm", choices=ARMS, help="strict: our operators on both sides; native: the engines' own")
     add("device", choices=(*DEVICES, "auto"), help="auto, the default, takes GPUs where torch sees some")
-    add("gpus", metavar="0,1", help="indices of the GPUs to use; default: all visible ones")
+    add("gpus", type=_filled, metavar="0,1", help="indices of the GPUs to use; default: all visible ones")
     add("placement", choices=PLACEMENTS, help="trainer and engines on the same GPUs in turns, or each on its own")
-    add("gpu-memory-utilization", type=float, help="share of a GPU an engine takes; 0: what the trainer leaves")
+    add("gpu-memory-utilization", type=_number, help="share of a GPU an engine takes; 0: what the trainer leaves")
     add("sleep", choices=SLEEP_LEVELS, help="level at which colocated engines sleep while the trainer works")
     add("weights", choices=TRANSPORTS, help="how a push travels: CUDA IPC, memory of the host, or files")
     add("attention", choices=FAMILIES, help="segments: our kernels; nosplit: the certified library, on GPUs")
     add("eager", action="store_true", help="engines without compilation and graphs")
     add("train", metavar="tp=N,cp=N", help="Megatron ranks")
     add("rollout", metavar="tp=N,engines=N", help="vLLM engines")
-    add("steps", type=int)
+    add("steps", type=_integer)
     add("model", metavar="PATH", help="Hugging Face folder, tiny-qwen3, tiny-llama or random:NAME")
     add("out", metavar="DIR", help="new directory of this run")
-    add("save-every", type=int, metavar="K", help="keep the trainer's state every K steps, for --resume; 0: never")
-    add("seed", type=int)
+    add("save-every", type=_integer, metavar="K", help="keep the trainer's state every K steps, for --resume; 0: never")
+    add("seed", type=_integer)
     add("prompts", metavar="JSONL", help='lines {"prompt", "answer"}; or arithmetic, easy, random:LENGTH')
     add("reward", choices=("exact", "partial", "even"))
-    add("batch", type=int, help="prompts a step")
-    add("group", type=int, help="samples a prompt")
-    add("max-new-tokens", type=int)
-    add("max-model-len", type=int, help="0: the model's own")
-    add("token-budget", type=int, help="most tokens of a trainer's micro-batch; 0: a step at once")
-    add("temperature", type=float)
-    add("lr", type=float)
-    add("kl", type=float, help="weight of the KL term to the frozen reference")
-    add("clip", type=float, help="half-width of the clipped ratio")
-    add("max-grad-norm", type=float)
-    add("weight-decay", type=float)
+    add("batch", type=_integer, help="prompts a step")
+    add("group", type=_integer, help="samples a prompt")
+    add("max-new-tokens", type=_integer)
+    add("max-model-len", type=_integer, help="0: the model's own")
+    add("token-budget", type=_integer, help="most tokens of a trainer's micro-batch; 0: a step at once")
+    add("temperature", type=_number)
+    add("lr", type=_number)
+    add("kl", type=_number, help="weight of the KL term to the frozen reference")
+    add("clip", type=_number, help="half-width of the clipped ratio")
+    add("max-grad-norm", type=_number)
+    add("weight-decay", type=_number)
     add("launcher", choices=LAUNCHERS)
-    add("leaves", type=int, help="G of tree(G); 0: the larger TP size")
-    add("timeout", type=float, help="seconds that any one call to a worker may take")
+    add("leaves", type=_integer, help="G of tree(G); 0: the larger TP size")
+    add("timeout", type=_number, help="seconds that any one call to a worker may take")
     for name in ("top-p", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty"):
-        add(name, type=float, help="neutral value only")
-    add("top-k", type=int, help="neutral value only")
+        add(name, type=_number, help="neutral value only")
+    add("top-k", type=_integer, help="neutral value only")
     add("plant", help=argparse.SUPPRESS)
 
 

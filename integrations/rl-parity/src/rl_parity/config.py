@@ -129,6 +129,15 @@ class RunConfig:
         return cls(**{**data, "train": TrainLayout(**data["train"]), "rollout": RolloutLayout(**data["rollout"])})
 
 
+# larger counts than this are no counts; also what the engines hold them in
+MOST = 2**31 - 1
+
+
+def is_count(text: str) -> bool:
+    """Whether ``text`` is a whole number from 0 to ``MOST`` in the digits 0 to 9, which ``int`` alone does not say."""
+    return text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= MOST
+
+
 def parse_layout(text: str, option: str, supported: tuple[str, ...]) -> dict[str, int]:
     """``"tp=2,cp=2"`` as a dict.
 
@@ -145,7 +154,7 @@ def parse_layout(text: str, option: str, supported: tuple[str, ...]) -> dict[str
             )
         if key in out:
             raise ContractError(f"{option} got {key} twice in {text!r}; give each key once")
-        if not value.isdecimal() or int(value) < 1:
+        if not is_count(value) or int(value) < 1:
             raise ContractError(f"{option} got {part!r}; {key} must be a positive integer")
         out[key] = int(value)
     return out

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_contract import ContractError
+from rl_parity.config import is_count
 from rl_parity.vocabulary import Tokenizer
 
 BUILT_IN = ("arithmetic", "easy")
@@ -64,9 +65,9 @@ def random_lengths(source: str) -> tuple[int, int] | None:
     """
     if not source.startswith(RANDOM):
         return None
-    low, _, high = source.removeprefix(RANDOM).partition("-")
-    high = high or low
-    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+    low, dash, high = source.removeprefix(RANDOM).partition("-")
+    high = high if dash else low
+    if not (is_count(low) and is_count(high) and 0 < int(low) <= int(high)):
         raise ContractError(f"--prompts {source}: give a length in tokens, e.g. random:512, or a range, random:16-512")
     return int(low), int(high)
 

@@ -11,7 +11,7 @@ import psutil
 from rl_contract import Profile
 from rl_parity import checkpoint, placement, preflight
 from rl_parity.config import RunConfig
-from rl_parity.launch import Launcher, Worker, WorkerFailure, leftovers, make_launcher, wait_all
+from rl_parity.launch import Launcher, Worker, WorkerFailure, WorkerGone, leftovers, make_launcher, wait_all
 from rl_parity.launch.processes import current_mark, end, lives, survivors
 from rl_parity.launch.signals import shield
 from rl_parity.launch.traces import Watch, mapped, remove_folder, remove_shared, scratch_folder
@@ -27,17 +27,22 @@ _ENGINE = {**_LEAN, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class RemoteEngine:
-    """vime-sync's ``EngineClient`` for an engine in another process."""
+    """vime-sync's ``EngineClient`` for an engine in another process; ``gone`` says how that ended, once it has."""
 
     def __init__(self, worker: Worker, tp: int, timeout: float) -> None:
         self._worker, self.tp, self._timeout = worker, tp, timeout
+        self.gone: str | None = None
 
     @property
     def name(self) -> str:
         return self._worker.name
 
     def _ask(self, method: str, *args: Any) -> Any:
-        return self._worker.call("client", method, *args).result(self._timeout)
+        try:
+            return self._worker.call("client", method, *args).result(self._timeout)
+        except WorkerGone as error:
+            self.gone = self.gone or str(error)
+            raise
 
     def pause(self) -> None:
         self._ask("pause")

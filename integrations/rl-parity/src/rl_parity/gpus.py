@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_contract import ContractError, MissingSupport
+from rl_parity.config import is_count
 
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
 MIB = 2**20
@@ -95,7 +96,7 @@ def visible(gpus: str = "") -> list[Gpu]:
     by_uuid = {gpu.uuid: gpu.index for gpu in there.values()}
     out: list[Gpu] = []
     for part in (p.strip() for p in asked.split(",")):
-        index = by_uuid.get(part, int(part) if part.isdecimal() else None)
+        index = by_uuid.get(part, int(part) if is_count(part) else None)
         if index is None:
             raise ContractError(f"{source} {asked!r}: {part!r} is no index; give e.g. 0,1")
         if index not in there:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_parity.fleet import Fleet
-from rl_parity.launch import traces
+from rl_parity.fleet import Fleet, RemoteEngine
+from rl_parity.launch import WorkerGone, traces
 from rl_parity.launch.processes import current_mark
 from vime_sync import PolicyVersion, Publisher, PublishError, State
 from vime_sync.publisher import differing_shards
@@ -30,10 +30,17 @@ class Pushes:
 
         A GPU's memory that engines cannot open (CUDA IPC may be forbidden where this runs) gives way to the host's,
         once, at the first push, and only where nobody asked for it.
+
+        Raises:
+            WorkerGone: the process of an engine has ended; every such engine is named first.
+            PublishError: a push failed for another reason.
         """
         try:
             out = self._publish(step, self.transport)
         except PublishError as error:
+            engines = [engine for engine in self._publisher.engines.values() if isinstance(engine, RemoteEngine)]
+            if gone := [engine.gone for engine in engines if engine.gone]:
+                raise WorkerGone("\n".join([*gone, f"--- so step {step} was not pushed ---", str(error)])) from error
             if not (self._may_change and self.transport == "ipc" and error.reached is State.CACHES_CLEARED):
                 raise
             first = str(next(iter(error.failures.values()), error)).splitlines()[0]

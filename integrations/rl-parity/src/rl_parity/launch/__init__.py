@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_contract import ContractError
-from rl_parity.launch.base import Launcher, Pending, Worker, WorkerFailure, wait_all
+from rl_parity.launch.base import Launcher, Pending, Worker, WorkerFailure, WorkerGone, wait_all
 
-__all__ = ["Launcher", "Pending", "Worker", "WorkerFailure", "make_launcher", "wait_all"]
+__all__ = ["Launcher", "Pending", "Worker", "WorkerFailure", "WorkerGone", "make_launcher", "wait_all"]
 
 
 def make_launcher(kind: str, logs: Path) -> Launcher:

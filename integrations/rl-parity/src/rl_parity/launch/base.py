@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,27 @@ from typing import Any, Protocol
 
 class WorkerFailure(RuntimeError):
     """A worker raised, died or did not answer in time. The message ends with the last lines it wrote."""
+
+
+class WorkerGone(WorkerFailure):
+    """A worker's process lives no more."""
+
+
+class Gone(str):
+    """In words, how a worker's process ended; ``failure`` makes the error of it."""
+
+    @classmethod
+    def of(cls, status: int | None) -> "Gone":
+        """From the exit status as ``subprocess`` has it: the negative number of the signal that ended the process."""
+        name = ""
+        if status is not None and status < 0:
+            name = f" ({signal.Signals(-status).name})" if -status in set(signal.Signals) else ""
+        return cls(f"the process ended with status {status}{name}")
+
+
+def failure(worker: "Worker", what: str) -> WorkerFailure:
+    """``WorkerGone`` where ``what`` is ``Gone``, else ``WorkerFailure``."""
+    return (WorkerGone if isinstance(what, Gone) else WorkerFailure)(worker.describe(what))
 
 
 class Pending(Protocol):

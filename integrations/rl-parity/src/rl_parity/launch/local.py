@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rl_parity.launch.base import Pending, WorkerFailure, tail
+from rl_parity.launch.base import Gone, Pending, WorkerFailure, failure, tail
 from rl_parity.launch.processes import end_group
 
 
@@ -29,7 +29,7 @@ class _Call:
             self.worker.receive()
         ok, value = self.answer
         if not ok:
-            raise WorkerFailure(self.worker.describe(value))
+            raise failure(self.worker, value)
         return value
 
 
@@ -43,7 +43,7 @@ class LocalWorker:
         try:
             self.connection.send((method, args, kwargs))
         except OSError:
-            call.answer = (False, f"the process is gone (exit status {self.process.poll()})")
+            call.answer = (False, Gone.of(self.process.wait()))
             return call
         self.waiting.append(call)
         return call
@@ -53,11 +53,11 @@ class LocalWorker:
         try:
             self.waiting.popleft().answer = self.connection.recv()
         except (EOFError, OSError):
-            status = self.process.wait()
+            gone = Gone.of(self.process.wait())
             for call in self.waiting:
-                call.answer = (False, f"the process ended with status {status}")
+                call.answer = (False, gone)
             self.waiting.clear()
-            raise WorkerFailure(self.describe(f"the process ended with status {status}")) from None
+            raise failure(self, gone) from None
 
     def describe(self, what: str) -> str:
         return f"{self.name}: {what}\n--- last lines of {self.log} ---\n{tail(self.log)}"

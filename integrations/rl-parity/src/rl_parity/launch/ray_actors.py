@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from rl_parity.launch.base import Pending, WorkerFailure, build, redirect_output, tail
+from rl_parity.launch.base import Gone, Pending, WorkerFailure, build, failure, redirect_output, tail
 from rl_parity.launch.signals import ENDING, interrupt, shield
 from rl_parity.launch.traces import remove_folder, scratch_folder
 
@@ -42,6 +42,8 @@ class _Call:
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if error.cause is not None else error
             raise WorkerFailure(self.worker.describe(f"{type(cause).__name__}: {cause}")) from None
+        except ray.exceptions.RayActorError as error:
+            raise failure(self.worker, Gone(f"the process ended ({type(error).__name__}: {error})")) from None
         except ray.exceptions.RayError as error:
             raise WorkerFailure(self.worker.describe(f"{type(error).__name__}: {error}")) from None
 
