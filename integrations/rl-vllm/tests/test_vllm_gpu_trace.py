@@ -1,0 +1,106 @@
+"""A profiler's trace says which kernels ran inside the model; a stock one among them is refused. No GPU needed."""
+
+import pytest
+import torch
+
+from rl_contract import ContractError
+from rl_vllm import trace
+
+pytest.importorskip("vllm")
+
+
+def event(name, category, start, length, correlation=None, thread=1):
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": length, "tid": thread, "args": args}
+
+
+def eager_trace(*more):
+    return {
+        "traceEvents": [
+            event(trace.MODEL, "user_annotation", 0, 100),
+            event("rl_gemm::matmul", "cpu_op", 10, 10),
+            event("cuLaunchKernelEx", "cuda_driver", 12, 1, 1),
+            event("gemm_kernel", "kernel", 200, 5, 1),
+            event("rl_gemm::matmul", "cpu_op", 30, 10),
+            event("cudaLaunchKernel", "cuda_runtime", 33, 1, 2),
+            event("nvjet_tst_128x64", "kernel", 210, 5, 2),
+            event("cudaLaunchKernel", "cuda_runtime", 50, 1, 3),
+            event("triton_poi_fused_clone_view_3", "kernel", 220, 5, 3),
+            # the sampler's, after the model
+            event("cudaLaunchKernel", "cuda_runtime", 150, 1, 4),
+            event("some_softmax_kernel", "kernel", 230, 5, 4),
+            *more,
+        ]
+    }
+
+
+def graph_trace(*kernels):
+    found = [event("cudaGraphLaunch", "cuda_runtime", 5, 1, 9)]
+    return {"traceEvents": found + [event(k, "kernel", 10 + i, 1, 9) for i, k in enumerate(kernels)]}
+
+
+def test_trace_counts_what_ran_inside_the_model():
+    found, replay = trace.check([eager_trace(), graph_trace("gemm_kernel", "nvjet_tst_128x64")], ["gemm_kernel"])
+    assert dict(found.ours) == {"gemm_kernel": 1, "nvjet_tst_128x64": 1}
+    assert found.library == {"nvjet_tst_128x64"}
+    assert dict(found.moves) == {"triton_poi_fused_clone_view_3": 1}
+    assert (found.steps, found.graphs, replay.graphs) == (1, 0, 1)
+
+
+@pytest.mark.field_report("R17")
+@pytest.mark.parametrize(
+    ("traces", "named"),
+    [
+        (
+            [eager_trace(event("l", "cuda_driver", 60, 1, 7), event("void rms_norm_kernel<x>", "kernel", 300, 1, 7))],
+            "stock kernel void rms_norm_kernel",
+        ),
+        ([eager_trace(event("l", "cuda_driver", 60, 1, 7), event("triton_poi_fused_add_mul_1", "kernel", 300, 1, 7))],
+         "triton_poi_fused_add_mul_1"),
+        ([eager_trace(event("l", "cuda_driver", 60, 1, 7), event("triton_red_fused_view_1", "kernel", 300, 1, 7))],
+         "triton_red_fused_view_1"),
+        # a library kernel that no operator of ours was ever seen to launch
+        ([graph_trace("gemm_kernel", "nvjet_tst_128x64")], "nvjet_tst_128x64"),
+        ([{"traceEvents": [event(trace.MODEL, "user_annotation", 0, 100)]}], "proves nothing"),
+    ],
+)  # fmt: skip
+def test_trace_with_a_stock_kernel_inside_the_model_is_refused(traces, named):
+    with pytest.raises(ContractError, match=named):
+        trace.check(traces, ["gemm_kernel"])
+
+
+def test_trace_knows_the_kernels_of_every_package():
+    names = trace.our_kernels()
+    assert {"attn_fwd_kernel", "attn_segments_kernel", "rotary_kernel", "write_slots_kernel", "sample_kernel"} <= names
+    assert not any("reference" in name for name in names)
+
+
+def test_recording_marks_the_forward_pass_and_our_operators(tmp_path):
+    import json
+
+    import rl_gemm
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return rl_gemm.swiglu(x)
+
+    model, path = Model(), tmp_path / "step.0"
+    with trace.recording(str(path), model):
+        model(torch.randn(3, 8).bfloat16())
+        rl_gemm.swiglu(torch.randn(3, 8).bfloat16())
+    found = trace.read(path, [])
+    # nothing ran on a GPU
+    assert (found.steps, found.graphs, len(found.ours), len(found.stock)) == (1, 0, 0, 0)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    (mark,) = [e for e in events if e["name"] == trace.MODEL and e["cat"] == "user_annotation"]
+    inside = [e for e in events if e["name"] == "rl_gemm::swiglu" and mark["ts"] <= e["ts"] <= mark["ts"] + mark["dur"]]
+    assert inside
+    assert all(e["cat"] == "cpu_op" and e["tid"] == mark["tid"] for e in inside)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_bad_input_trace_file(tmp_path, capsys):
+    (tmp_path / "t.json").write_text("{")
+    assert trace.main([str(tmp_path / "t.json")]) == 1
+    assert "give a trace" in capsys.readouterr().out
