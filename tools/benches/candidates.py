@@ -146,3 +146,20 @@ def gated(m: int) -> list[Kernel]:
     else:
         shapes = [(128, 64, 64, 8, 6, 1), (128, 64, 64, 4, 3, 2), (128, 128, 64, 8, 4, 1)]
     return [_k("gated", *s[:5], per_sm=s[5]) for s in shapes]
+
+
+def short(leaves: int, m: int) -> list[Kernel]:
+    """Small tiles for outputs too small to fill the GPU with the usual ones, where latency along K decides."""
+    wide = [(64, 16, 256, 4, 4), (64, 16, 128, 4, 8), (64, 32, 256, 4, 3), (64, 32, 128, 4, 6), (32, 32, 256, 4, 4)]
+    narrow = [(16, 16, 512, 2, 3), (16, 32, 256, 2, 4), (32, 16, 256, 2, 4), (32, 32, 256, 4, 3), (16, 64, 256, 4, 3)]
+    found = [_k("tma", *spec) for spec in wide + narrow]
+    found += [_k("leaf", *spec) for spec in narrow]
+    found += [_k("tma", 16, 64, 256, 4, 4, swap=True), _k("tma", 32, 64, 256, 4, 3, swap=True)]
+    found += [_k("tma", 16, 64, 128, 4, 8, swap=True), _k("tma", 32, 64, 128, 4, 6, swap=True)]
+    if leaves > 1:
+        found += [_k("tree", 64, 32, 256, 4, 3, held=3), _k("tree", 64, 32, 128, 4, 6, held=2)]
+        found += [_k("tree", 64, 128, 64, 4, 4, held=2), _k("tree", 64, 128, 128, 4, 3, held=2)]
+        found += [_k("tree", 64, 128, 64, 8, 4, held=3), _k("tree", 64, 64, 128, 4, 4, held=2, per_sm=2)]
+        found += [_k("tree", 64, 16, 256, 4, 4, held=3), _k("tree", 128, 128, 64, 8, 4, held=2)]
+        found += [_k("tree", 16, 64, 256, 4, 4, swap=True, held=3), _k("tree", 32, 64, 256, 4, 3, swap=True, held=3)]
+    return found + (chains(m) if leaves == 1 else leaf_grids(m) + trees(m))
