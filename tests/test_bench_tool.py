@@ -68,10 +68,23 @@ def test_bench_of_runs_reads_the_directories(bench, tmp_path):
     assert json.loads((tmp_path / "x.json").read_text())["meta"] == {"runs": 2}
 
 
+def test_long_bench_has_options_of_its_own_and_is_written_as_it_goes(bench, tmp_path):
+    out = tmp_path / "x.json"
+
+    def run(budget, layers, keep):
+        keep([row("a", 5.0)], {"so far": 1})
+        assert json.loads(out.read_text())["summary"] == {"so far": 1}
+        return whole(budget)[0], {"layers": layers}
+
+    module = types.SimpleNamespace(run=run, options=lambda rest: {"layers": rest[1]})
+    bench(module, "engine", "--json", out, "--layers", "7")
+    assert json.loads(out.read_text())["summary"] == {"layers": "7"}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("step", []), ("gemm", ["--runs", "somewhere"]), ("norm", ["--again", "old.json"])],
-    ids=["no runs", "runs not wanted", "cannot measure again"],
+    [("step", []), ("gemm", ["--runs", "somewhere"]), ("norm", ["--again", "old.json"]), ("norm", ["--layers", "7"])],
+    ids=["no runs", "runs not wanted", "cannot measure again", "no such option"],
 )
 def test_options_that_do_not_fit_write_nothing(bench, tmp_path, name, arguments):
     module = types.SimpleNamespace(**({"from_runs": None} if name == "step" else {"run": whole}))

@@ -1,137 +1,130 @@
 """vLLM with the strict operators beside vLLM at its best and beside its own batch-invariant mode: tokens a second.
 
-Qwen3-8B's dimensions with fewer layers and dummy weights. One process per engine, one engine at a time. Prefill is the
-time to the first token of a whole batch, decode what every further token takes; both from the same requests.
+    tools/bench engine --json FILE [--layers 8 36] [--gpus 0 1] [--engines strict native] [--logs DIR]
+
+Qwen3-8B's dimensions, dummy weights. The engines of one model start side by side on one GPU and are then measured in
+turn, case by case, alone on it, so that what is there when the time is up can be compared. With several GPUs each takes
+the next model. Prefill is the time to the first token of a whole batch, decode what every further token takes; both
+from the same requests.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benches import engine_arms
+from benches.engine_arms import ARMS, CASES
+
+METHOD = (
+    "Best of 2 rounds a case (1 where a prompt batch has over 300,000 tokens), vLLM's own engine process, logprobs=0; "
+    "compiled, full and piecewise CUDA graphs of 1, 8, 64 and 256 tokens unless the engine's name says eager"
+)
 ENGINES = ("strict", "native", "batch-invariant")
-# (prompt, batch, new tokens)
-CASES = (
-    (512, 1, 128), (512, 8, 128), (512, 64, 96), (512, 256, 64),
-    (4096, 1, 128), (4096, 8, 96), (4096, 64, 64), (4096, 256, 32),
-)  # fmt: skip
-LAYERS = 8
+LAYERS = (8, 36)
 TARGETS = {1: 0.92, 64: 0.97, 256: 0.97}
 
-
-def config(layers: int) -> dict[str, Any]:
-    """Qwen3-8B's ``config.json``."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "bos_token_id": 151643, "eos_token_id": 151645,
-    }  # fmt: skip
+Keep = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
 
-def _engine(name: str, folder: Path, family: str) -> Any:
-    from vllm import LLM
-
-    options: dict[str, Any] = {
-        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "max_model_len": 4096 + 256, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.85,
-        # the batches that are timed have graphs of their own; more of them only take longer to start
-        "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 64, 256]},
-    }  # fmt: skip
-    if name != "strict":
-        return LLM(**options)
-    import rl_vllm
-    from rl_contract import build_profile
-    from rl_vllm import platform
-
-    settings = rl_vllm.settings_from_hf(folder, leaves=1, arch=platform.arch(), attention=family)
-    return LLM(**rl_vllm.engine_args(build_profile("bench", settings), **options))
+def options(rest: list[str]) -> dict[str, Any]:
+    """This bench's own part of the command line."""
+    parser = argparse.ArgumentParser(prog="tools/bench engine")
+    parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS), help="models, the most wanted first")
+    parser.add_argument("--gpus", nargs="+", default=["0"], help="as CUDA_VISIBLE_DEVICES names them")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ARMS)
+    parser.add_argument("--logs", type=Path, default=None, help="folder that keeps every engine's log")
+    return vars(parser.parse_args(rest))
 
 
-def _measure(llm: Any, prompt: int, batch: int, new: int, seeded: bool) -> dict[str, float]:
-    import torch
-    from vllm import SamplingParams
-
-    def seconds(tokens: int, salt: int) -> float:
-        g = torch.Generator().manual_seed(salt)
-        prompts = torch.randint(10, 150000, (batch, prompt), generator=g).tolist()
-        params = [
-            SamplingParams(
-                temperature=1.0, seed=i if seeded else None, max_tokens=tokens, logprobs=0, ignore_eos=True,
-                detokenize=False,
+def run(
+    budget: float,
+    layers: tuple[int, ...] | list[int] = LAYERS,
+    gpus: tuple[str, ...] | list[str] = ("0",),
+    engines: tuple[str, ...] | list[str] = ENGINES,
+    logs: Path | None = None,
+    keep: Keep | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and targets. ``budget``: seconds for everything, starting included; ``keep`` is given each new case."""
+    end = time.monotonic() + budget
+    logs = Path(tempfile.mkdtemp(prefix="engine-bench-")) if logs is None else logs.absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    if len(engines) < 2 or "strict" not in engines:
+        print(f"engines {', '.join(engines)}: ratios need strict and another one", flush=True)
+    conductors = []
+    for i, gpu in enumerate(gpus):
+        models = list(layers)[i :: len(gpus)]
+        if not models:
+            continue
+        plan = {"gpu": gpu, "layers": models, "engines": list(engines), "end": time.time() + budget, "logs": str(logs)}
+        environment = dict(os.environ, CUDA_VISIBLE_DEVICES=gpu)
+        log = open(logs / f"conductor-{gpu}.txt", "w")  # noqa: SIM115
+        conductors.append(
+            subprocess.Popen(
+                [sys.executable, engine_arms.__file__, json.dumps(plan)],
+                env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )
-            for i in range(batch)
-        ]  # fmt: skip
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return time.perf_counter() - start
-
-    heavy = prompt * batch > 300_000
-    salt = prompt * 1000 + batch
-    seconds(2, salt)
-    rounds = 1 if heavy else 2
-    first = min(seconds(1, salt + 1 + i) for i in range(rounds))
-    whole = min(seconds(new + 1, salt + 11 + i) for i in range(rounds))
-    return {"prefill": batch * prompt / first, "decode": batch * new / max(whole - first, 1e-9)}
-
-
-def child(name: str, folder: str, budget: float, family: str) -> None:
-    """One engine: a line of JSON for each case it had time for."""
-    start = time.perf_counter()
-    llm = _engine(name, Path(folder), family)
-    print(json.dumps({"ready_s": round(time.perf_counter() - start, 1)}), flush=True)
-    for prompt, batch, new in CASES:
-        if time.perf_counter() - start > budget:
-            break
-        found = _measure(llm, prompt, batch, new, seeded=name == "strict")
-        print(json.dumps({"prompt": prompt, "batch": batch, **found}), flush=True)
-    os._exit(0)
+        )  # fmt: skip
+    seen: list[dict[str, Any]] = []
+    while any(c.poll() is None for c in conductors) and time.monotonic() < end + 20:
+        time.sleep(0.5)
+        found = results(logs)
+        for x in found[len(seen) :]:
+            print(json.dumps(x), flush=True)
+        if len(found) > len(seen) and keep is not None:
+            keep(*tabled(found))
+        seen = found
+    for c in conductors:
+        if c.poll() is None:
+            engine_arms.end_group(c.pid)
+        c.wait()
+        if c.returncode:
+            print(f"conductor ended with {c.returncode}; see {logs}", flush=True)
+    found = results(logs)
+    for x in found:
+        if "error" in x:
+            print(f"engine {x['engine']}, {x['layers']} layers: {x['error']}; its log is in {logs}", flush=True)
+    return tabled(found)
 
 
-def run(budget: float, engines: tuple[str, ...] = ENGINES, family: str = "segments") -> tuple[Any, Any]:
-    """Rows and targets. ``budget``: seconds for all engines, starting them included."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config(LAYERS)))
-        speeds: dict[str, dict[tuple[int, int], dict[str, float]]] = {}
-        for name in engines:
-            share = min(budget / len(engines), 3600.0)
-            environment = dict(os.environ, VLLM_BATCH_INVARIANT="1" if name == "batch-invariant" else "0")
-            command = [sys.executable, __file__, name, folder, str(share * 0.85), family]
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=share * 1.3 + 60
-            )
-            lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
-            if not any("batch" in x for x in lines):
-                print(f"engine {name}: no numbers (exit {done.returncode}) {done.stderr[-1500:]}", flush=True)
-            speeds[name] = {(x["prompt"], x["batch"]): x for x in lines if "batch" in x}
-            print(f"engine {name}: {lines[:1]} {len(speeds[name])} cases", flush=True)
+def results(logs: Path) -> list[dict[str, Any]]:
+    """What the conductors have written so far, in the order of writing within each."""
+    lines = [line for f in sorted(logs.glob("results-*.jsonl")) for line in f.read_text().splitlines()]
+    return sorted((json.loads(line) for line in lines), key=lambda x: x["at"])
+
+
+def tabled(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and targets from the conductors' lines."""
+    speeds = {(x["layers"], x["engine"], x["prompt"], x["batch"]): x for x in found if "decode" in x}
     rows = []
-    for prompt, batch, _ in CASES:
+    for layers, peer, prompt, batch in speeds:
+        ours, theirs = speeds.get((layers, "strict", prompt, batch)), speeds[layers, peer, prompt, batch]
+        if ours is None or peer == "strict":
+            continue
         for phase in ("prefill", "decode"):
-            for peer in engines:
-                ours, theirs = (speeds.get(n, {}).get((prompt, batch)) for n in ("strict", peer))
-                if peer == "strict" or ours is None or theirs is None:
-                    continue
-                rows.append(
-                    {
-                        "case": f"{phase} batch={batch} prompt={prompt}",
-                        "op": phase,
-                        "shape": [batch, prompt],
-                        "strict_us": round(1e6 / ours[phase], 3),
-                        "strict_tokens_s": round(ours[phase], 1),
-                        "peer": peer,
-                        "peer_us": round(1e6 / theirs[phase], 3),
-                        "peer_tokens_s": round(theirs[phase], 1),
-                        "ratio": round(ours[phase] / theirs[phase], 3),
-                    }
-                )
+            rows.append(
+                {
+                    "case": f"{phase} layers={layers} prompt={prompt} M={batch}",
+                    "op": phase,
+                    "shape": [batch, prompt, layers],
+                    "strict_us": round(1e6 / ours[phase], 3),
+                    "strict_tokens_s": round(ours[phase], 1),
+                    "peer": peer,
+                    "peer_us": round(1e6 / theirs[phase], 3),
+                    "peer_tokens_s": round(theirs[phase], 1),
+                    "ratio": round(ours[phase] / theirs[phase], 3),
+                }
+            )
+    order = {(p, b): i for i, (p, b, _) in enumerate(CASES)}
+    rows.sort(key=lambda r: (r["peer"], r["shape"][2], order[r["shape"][1], r["shape"][0]], r["op"]))
     return rows, summary(rows)
 
 
@@ -146,14 +139,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     prefill = [r["ratio"] for r in native if r["op"] == "prefill"]
     if prefill:
         found["prefill of native, worst >= 0.95"] = min(prefill)
-    invariant = [r["ratio"] for r in rows if r["peer"] == "batch-invariant" and r["op"] == "decode"]
-    at_64 = [r["ratio"] for r in rows if r["peer"] == "batch-invariant" and r["shape"][0] == 64 and r["op"] == "decode"]
-    if at_64:
-        found["decode of batch-invariant vLLM at batch 64, worst >= 1.50"] = min(at_64)
-    elif invariant:
-        found["decode of batch-invariant vLLM, worst"] = min(invariant)
+    for peer in ("batch-invariant", "batch-invariant-eager"):
+        at_64 = [r["ratio"] for r in rows if r["peer"] == peer and r["shape"][0] == 64 and r["op"] == "decode"]
+        if at_64:
+            found[f"decode of {peer} vLLM at batch 64, worst >= 1.50"] = min(at_64)
     return found
-
-
-if __name__ == "__main__":
-    child(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,85 @@
+"""tools/bench engine: engines are measured in turn and ended, failed or not; what they measured is there as it comes."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+@pytest.fixture
+def arms(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from benches import engine_arms
+
+    config = SimpleNamespace(
+        use_v2_model_runner=True, compilation_config=SimpleNamespace(cudagraph_mode=None, mode=None)
+    )
+
+    def start(engine, layers, folder):
+        print("starting", engine)
+        if engine == "batch-invariant":
+            raise ValueError("no such mode")
+        return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), engine=engine)
+
+    def measure(llm, prompt, batch, new, seeded):
+        if llm.engine == "native" and batch == 1:
+            time.sleep(600)
+        return {"prefill": 100.0 * batch, "decode": (10.0 if seeded else 20.0) * batch}
+
+    monkeypatch.setattr(engine_arms, "start", start)
+    monkeypatch.setattr(engine_arms, "measure", measure)
+    monkeypatch.setattr(engine_arms, "PRELOADED", ())
+    monkeypatch.setattr(engine_arms, "GRACE", 0.0)
+    return engine_arms
+
+
+def test_engines_are_measured_in_turn_and_one_that_fails_or_hangs_is_named(arms, tmp_path):
+    from benches import engine
+
+    plan = {
+        "gpu": "0", "layers": [8], "engines": ["strict", "native", "batch-invariant"], "logs": str(tmp_path),
+        "end": time.time() + 2,
+    }  # fmt: skip
+    arms.conduct(plan)
+    found = engine.results(tmp_path)
+    assert time.time() < plan["end"] + 5
+    ready = [x["engine"] for x in found if "ready_s" in x]
+    assert ready == ["strict", "native"]
+    # case by case, each engine in turn
+    assert [(x["engine"], x["batch"]) for x in found if "decode" in x][:4] == [
+        ("strict", 64), ("native", 64), ("strict", 256), ("native", 256),
+    ]  # fmt: skip
+    errors = {x["engine"]: x["error"] for x in found if "error" in x}
+    assert errors["native"] == "the time was up"
+    assert "starting native" in (tmp_path / "native-8.txt").read_text()
+    rows, targets = engine.tabled(found)
+    assert {r["case"]: r["ratio"] for r in rows} == {
+        "decode layers=8 prompt=512 M=64": 0.5, "prefill layers=8 prompt=512 M=64": 1.0,
+        "decode layers=8 prompt=512 M=256": 0.5, "prefill layers=8 prompt=512 M=256": 1.0,
+    }  # fmt: skip
+    assert targets["decode of native at batch 64, worst >= 0.97"] == 0.5
+
+
+def test_an_engine_that_does_not_start_leaves_its_log_and_the_others_go_on(arms, tmp_path):
+    from benches import engine
+
+    plan = {"gpu": "0", "layers": [8], "engines": ["strict", "batch-invariant"], "logs": str(tmp_path)}
+    arms.conduct({**plan, "end": time.time() + 30})
+    found = engine.results(tmp_path)
+    (failed,) = [x for x in found if "error" in x]
+    assert (failed["engine"], failed["error"]) == ("batch-invariant", "ValueError: no such mode")
+    assert "no such mode" in (tmp_path / "batch-invariant-8.txt").read_text()
+    assert sum("decode" in x for x in found) == len(arms.CASES)
+
+
+def test_every_engine_has_a_cache_for_its_largest_case(arms):
+    for layers in (8, 36):
+        for name in arms.ARMS:
+            cases = arms.cases_of(name, layers)
+            assert (512, 64, 96) in cases
+            assert arms.arguments(name, layers, "x")["kv_cache_memory_bytes"] <= arms.CACHE_LIMIT
+    assert (4096, 256, 32) in arms.cases_of("strict", 8)
+    assert (4096, 256, 32) not in arms.cases_of("strict", 36)
