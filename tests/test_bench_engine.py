@@ -1,4 +1,4 @@
-"""tools/bench engine: engines are measured in turn and ended, failed or not; what they measured is there as it comes."""
+"""tools/bench engine: engines are measured in turn and ended, failed or not; numbers are there as they come."""
 
 import time
 from pathlib import Path

@@ -140,7 +140,8 @@ def arm(pipe: Any, engine: str, layers: int, folder: str, log: str, environment:
             }
         )
         while (case := pipe.recv()) is not None:
-            pipe.send(measure(llm, *case, engine.startswith("strict")))
+            prompt, batch, new = case
+            pipe.send(measure(llm, prompt, batch, new, engine.startswith("strict")))
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
