@@ -123,6 +123,12 @@ def test_random_prompts_are_seeded_in_range_and_of_the_lengths_asked_for():
             data.random_lengths(wrong)
 
 
+def test_repeat_reward_is_the_share_of_ids_that_came_before():
+    assert data.reward_repeat([5, 6, 5, 5]) == 0.5
+    assert data.reward_repeat([1, 2, 3]) == 0.0
+    assert data.reward_repeat([]) == 0.0
+
+
 def test_even_reward_is_the_share_of_even_ids():
     assert data.reward_even([2, 3, 4, 5]) == 0.5
     assert data.reward_even([]) == 0.0

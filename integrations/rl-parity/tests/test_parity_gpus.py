@@ -200,6 +200,8 @@ def test_the_certified_attention_library_is_looked_for_byte_for_byte(tmp_path, m
     file.write_bytes(b"another build")
     (found,) = [v for v in preflight.check(c) if "sha256" in v]
     assert "certified is ebbbc6fe6a67d065" in found
+    monkeypatch.setattr(preflight_cuda, "KV_BLOCK", 32)
+    assert any("nosplit got pages of 32 tokens; certified: (16, 64)" in v for v in preflight.check(c))
     assert preflight.profile(c, preflight.model_config(c)).settings.attention == "nosplit"
     machine(smi(4))
     found = preflight.check(dataclasses.replace(c, train=TrainLayout(cp=2)))
@@ -254,7 +256,14 @@ def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(t
     engine = launchers[0].workers["engine-0"].target
     # asleep from the start, until there is something to sample
     assert engine.calls == ["sleep 1", *["wake weights", "wake kv_cache", "sleep 1"] * 2]
-    assert engine.kwargs["gpu"] == {"gpu_memory_utilization": 0.9, "enable_sleep_mode": True, "enforce_eager": False}
+    assert engine.kwargs["gpu"] == {
+        "gpu_memory_utilization": 0.9,
+        "enable_sleep_mode": True,
+        "enforce_eager": False,
+        "block_size": 16,
+        # four requests at most
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+    }
     # blocks of 16: one sequence of all the model's 512 positions, which is more than the step's four short ones
     assert engine.kwargs["kv_blocks"] == 34
     assert launchers[0].workers["trainer-0"].target.calls == ["rest", "rest"]
@@ -285,7 +294,12 @@ def test_engines_on_gpus_of_their_own_never_sleep(tmp_path, machine, launchers):
     code, _ = run(tmp_path, "--weights", "host", "--sleep", "2", "--eager")
     engine = launchers[0].workers["engine-0"].target
     assert (code, engine.calls) == (0, [])
-    assert engine.kwargs["gpu"] == {"gpu_memory_utilization": 0.9, "enable_sleep_mode": False, "enforce_eager": True}
+    assert engine.kwargs["gpu"] == {
+        "gpu_memory_utilization": 0.9,
+        "enable_sleep_mode": False,
+        "enforce_eager": True,
+        "block_size": 16,
+    }
     assert launchers[0].env["engine-0"]["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 

@@ -1,13 +1,15 @@
 """A run in two sittings is the run in one: every bit, every record, one ledger; and what must not be resumed is not."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import parity_workers
 import pytest
 import torch
 
 from rl_contract import ContractError
-from rl_parity import cli, preflight, state
+from rl_parity import cli, loop, preflight, runner, state
 from rl_parity.rundir import RunDirectory
 from vime_sync import StepLedger
 
@@ -57,6 +59,43 @@ def test_two_and_two_steps_are_four_steps(tmp_path, capsys):
     assert [p.name for p in (parts / "strict" / "state").iterdir()] == ["step-00004"]
     assert len(directory.evidence("strict")["earlier"]) == 1
     assert "sittings" in (parts / "report.html").read_text()
+
+
+def test_a_run_whose_time_is_over_saves_its_state_and_goes_on(tmp_path, capsys, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start(whole, "--steps", "4") == 0
+    clock = type("Clock", (), {"now": 0.0})
+    original = loop.Arm._step
+
+    def step(self, *args):
+        clock.now += 10.0
+        return original(self, *args)
+
+    monkeypatch.setattr(loop.Arm, "_step", step)
+    for module in (loop, runner):
+        # everything but the hours that steps seem to take
+        monkeypatch.setattr(module, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now}))
+    # two steps begin before 15 s, the third would begin at 20 s; the next multiple of --save-every is far away
+    assert start(parts, "--steps", "4", "--save-every", "99", "--limit", "15") == 130
+    err = capsys.readouterr().err
+    assert "--limit 15 s is over: 2 of 4 steps of the strict arm are done" in err
+    assert f"go on with --resume {parts} --steps 4" in err
+    directory = RunDirectory(parts)
+    assert (directory.manifest()["status"], len(directory.steps("strict"))) == ("interrupted", 2)
+    assert directory.summary()["arms"]["strict"]["bitwise_equal"]
+    assert [p.name for p in (parts / "strict" / "state").iterdir()] == ["step-00002"]
+    # a sitting without time for a step changes nothing
+    assert resume(parts, "--steps", "4", "--limit", "1e-300") == 130
+    assert len(directory.steps("strict")) == 2
+    assert resume(parts, "--steps", "4", "--limit", "0") == 0
+    assert cli.main(["compare", str(whole), str(parts)]) == 0
+
+
+def test_a_run_whose_time_is_over_says_when_it_saved_nothing(tmp_path, capsys):
+    assert start(tmp_path / "out", "--steps", "2", "--limit", "1e-300") == 130
+    assert "0 of 2 steps of the strict arm are done; no state was saved" in capsys.readouterr().err
+    assert start(tmp_path / "no", "--steps", "2", "--limit", "-1") == 2
+    assert "--limit -1.0: must be a finite number of seconds >= 0" in capsys.readouterr().err
 
 
 def test_steps_after_the_last_saved_state_are_done_again_and_come_out_the_same(tmp_path):

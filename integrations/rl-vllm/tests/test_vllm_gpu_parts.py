@@ -269,3 +269,13 @@ def test_gpu_requests_are_checked_without_a_logits_processor():
     params = SamplingParams(temperature=0.7, top_p=0.5)
     with pytest.raises(VLLMValidationError, match=r"top_p=0\.5.*seed=None"):
         params.verify(SimpleNamespace(quantization="rl_strict"), None, None, None)
+
+
+@pytest.mark.parametrize(("page", "fits"), [(None, True), (16, True), (64, True), (32, False), (128, False)])
+def test_pages_that_the_attention_library_is_not_certified_for_are_refused(page, fits):
+    settings = rl_vllm.settings_from_hf(
+        tiny_config(head_dim=128), leaves=4, arch="sm90", attention="nosplit", vocab_tile=128
+    )
+    model = SimpleNamespace(get_head_size=lambda: 128)
+    found = preflight._attention(build_profile("tiny", settings), platform.CUDA, model, page)
+    assert found == [] if fits else f"block_size={page}: nosplit got pages of {page} tokens" in found[0]

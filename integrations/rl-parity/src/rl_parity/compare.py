@@ -17,7 +17,7 @@ _SETTINGS = ("config", "sampling", "seeds", "profile", "fingerprints", "plant")
 # two runs that differ in these promise the same bits; leaves take part through the profile, steps and arms as data
 _FREE = (
     *("arm", "train", "rollout", "launcher", "leaves", "out", "steps", "timeout"),
-    *("gpus", "placement", "gpu_memory_utilization", "sleep", "weights", "eager", "save_every"),
+    *("gpus", "placement", "gpu_memory_utilization", "sleep", "weights", "eager", "save_every", "limit"),
 )
 _INFORMATION = ("topology", "versions", "hardware", "gpus", "placement")
 _ABSENT = "absent"

@@ -63,6 +63,7 @@ class RunConfig:
         attention: family of the attention contract: ``segments`` (ours) or ``nosplit`` (a certified library, on GPUs).
         token_budget: most tokens of a trainer's micro-batch; 0 packs a step at once.
         save_every: save the trainer's state after every so many steps and at the end; 0 never does.
+        limit: seconds after whose passing no step begins, for each sitting; 0 has no limit.
         model: path of a Hugging Face checkpoint, ``tiny-qwen3`` / ``tiny-llama``, or ``random:NAME``.
         prompts: JSONL file, ``arithmetic`` / ``easy``, or ``random:LENGTH`` / ``random:SHORTEST-LONGEST``.
         batch: prompts a step; ``group`` samples of each.
@@ -86,6 +87,7 @@ class RunConfig:
     attention: str = "segments"
     token_budget: int = 0
     save_every: int = 0
+    limit: float = 0.0
     model: str = "tiny-qwen3"
     out: str = "runs/latest"
     seed: int = 0

@@ -234,4 +234,11 @@ def reward_even(tokens: Sequence[int]) -> float:
 
 
 REWARDS = {"exact": reward_exact, "partial": reward_partial}
-TOKEN_REWARDS = {"even": reward_even}
+
+
+def reward_repeat(tokens: Sequence[int]) -> float:
+    """The share of sampled ids that the completion has already: a policy learns it by preferring fewer ids."""
+    return 1.0 - len(set(tokens)) / max(1, len(tokens)) if len(tokens) else 0.0
+
+
+TOKEN_REWARDS = {"even": reward_even, "repeat": reward_repeat}

@@ -21,8 +21,8 @@ from vime_sync.layout import ModelShape
 # one thread per process: ranks share the cores, and no bit depends on the count
 _LEAN = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _TRAINER = {**_LEAN, "GLOO_SOCKET_IFNAME": "lo"}
-# tokens of a cache block in vLLM's CPU build, and on GPUs
-_KV_BLOCK, _KV_BLOCK_GPU = 128, 16
+# tokens of a cache block in vLLM's CPU build
+_KV_BLOCK_CPU = 128
 _ENGINE = {**_LEAN, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -220,11 +220,17 @@ class Fleet:
         return {"CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if devices else {}
 
     def _gpu_options(self, index: int) -> dict[str, Any]:
-        return {
+        options: dict[str, Any] = {
             "gpu_memory_utilization": placement.engine_share(self.config, self._model_bytes(), self.placed, index),
             "enable_sleep_mode": self.sleep_level > 0,
             "enforce_eager": self.config.eager,
+            "block_size": placement.KV_BLOCK,
         }
+        if not self.config.eager:
+            # a step's requests start together and end together: vLLM's own list has a graph for every eighth size
+            sizes = [1 << i for i in range((self._sequences_per_engine() - 1).bit_length() + 1)]
+            options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        return options
 
     @property
     def sleep_level(self) -> int:
@@ -260,7 +266,7 @@ class Fleet:
         None, which is all the memory that vLLM has, where that is too little.
         """
         shape = ModelShape.from_hf_config(checkpoint.read_config(self._model))
-        size = _KV_BLOCK_GPU if self._on_gpus else _KV_BLOCK
+        size = placement.KV_BLOCK if self._on_gpus else _KV_BLOCK_CPU
         sequences = self._sequences_per_engine() * -(-self._longest_sequence // size)
         blocks = max(sequences, -(-self._max_model_len // size)) + 2
         heads = max(1, shape.kv_heads // self.config.rollout.tp)

@@ -1,5 +1,6 @@
 """One arm of a run: push, rollout, reward, score, check, update, step after step."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ class MismatchFound(Exception):
     """A step of the strict arm is not exactly equal, or one of either arm could not be compared; see the message."""
 
 
+class LimitReached(Exception):
+    """No further step of a sitting may begin: its time is over. Its state is saved where the run saves any."""
+
+
 @dataclass
 class Arm:
     """Everything one arm needs; ``run`` does it and returns the arm's step records.
@@ -39,6 +44,7 @@ class Arm:
         profile: contracts of the strict arm; the native arm's reports carry none.
         placed: which process runs on which GPU.
         saved: the state to go on from, whose steps are in ``records`` already; None begins at step 0.
+        deadline: time (``time.monotonic``) after which no step begins.
     """
 
     name: str
@@ -53,6 +59,7 @@ class Arm:
     max_model_len: int
     placed: Placement = field(default_factory=lambda: Placement(kind="cpu"))
     saved: Saved | None = None
+    deadline: float = math.inf
     records: list[dict[str, Any]] = field(default_factory=list)
     _saves: list[dict[str, Any]] = field(default_factory=list)
 
@@ -63,6 +70,7 @@ class Arm:
             MismatchFound: a step of the strict arm is not equal, or one of either arm could not be compared; that step
             is recorded, no update follows.
             WorkerFailure, PublishError: an engine, a trainer rank or a push failed.
+            LimitReached: the time of this sitting is over.
         """
         logs = self.directory.root / self.name / "logs"
         progress = Progress(self.name, self.config.steps, done=self.records)
@@ -98,6 +106,9 @@ class Arm:
                 ledger.resume(self.saved.step, self.saved.digest)
             try:
                 for step in range(first, self.config.steps):
+                    if time.monotonic() >= self.deadline:
+                        self._save(fleet, step - 1, last=True)
+                        raise LimitReached(self._so_far(step))
                     prove = self.name == "strict" and step in (first, self.config.steps - 1)
                     record = self._step(step, fleet, pushes, ledger, progress, prove)
                     self.records.append(record)
@@ -225,10 +236,15 @@ class Arm:
                 "resume from another copy of the run directory"
             )
 
-    def _save(self, fleet: Fleet, step: int) -> None:
-        """Keep the trainer's state after ``step`` where a later sitting finds it; see ``rl_parity.state``."""
-        every = self.config.save_every
-        if not every or ((step + 1) % every and step + 1 != self.config.steps):
+    def _save(self, fleet: Fleet, step: int, *, last: bool = False) -> None:
+        """Keep the trainer's state after ``step`` where a later sitting finds it; see ``rl_parity.state``.
+
+        Args:
+            last: the sitting ends here, so save whatever the number of the step, unless that has been done.
+        """
+        every, done = self.config.save_every, step + 1
+        known = self._saves[-1]["step"] if self._saves else self.saved.step if self.saved else 0
+        if not every or done == known or not (last or done % every == 0 or done == self.config.steps):
             return
         started = time.monotonic()
         folder = state.begin(self.directory.root / self.name / "state", step + 1)
@@ -345,6 +361,13 @@ class Arm:
             consumed[f"{step}-{i}"] = out["prompt"] + scored[start:end].tolist()
             start = end
         ledger.consume(step, consumed, token_ids=consumed)
+
+    def _so_far(self, done: int) -> str:
+        how = f"go on with --resume {self.directory.root} --steps {self.config.steps}"
+        return (
+            f"--limit {self.config.limit:g} s is over: {done} of {self.config.steps} steps of the {self.name} arm are "
+            f"done; {how if self.config.save_every else 'no state was saved, which --save-every would do'}"
+        )
 
     def _explain(self, record: dict[str, Any]) -> str:
         if record["not_compared"]:

@@ -16,6 +16,8 @@ TRAINER_BYTES_PER_PARAMETER = 20
 CONTEXT_BYTES = 3 * GIB
 # an engine alone leaves this share free, for graphs and for what is not torch's
 MOST = 0.9
+# tokens of a page of an engine's cache
+KV_BLOCK = 16
 
 
 @dataclass(frozen=True, kw_only=True)

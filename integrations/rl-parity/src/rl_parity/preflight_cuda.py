@@ -15,7 +15,7 @@ from rl_contract import ContractError, MissingSupport
 from rl_parity.config import RunConfig
 from rl_parity.gpus import ARCHS, Gpu, visible
 from rl_parity.launch.processes import end_group
-from rl_parity.placement import GIB, engine_share, place
+from rl_parity.placement import GIB, KV_BLOCK, engine_share, place
 
 # packages whose kernels are launched by frozen plans
 PLANNED = ("rl_gemm", "rl_attn", "rl_logprob")
@@ -92,6 +92,10 @@ def _library(name: str) -> Iterator[str]:
     except ContractError as error:
         yield str(error)
         return
+    try:
+        nosplit.check_page(library, KV_BLOCK)
+    except ContractError as error:
+        yield f"--attention nosplit: {error}"
     found = [path for folder in sys.path if (path := Path(folder) / library.path).is_file()]
     if not found:
         yield f"--attention nosplit: {library.path} is not installed; install {library.shipped_in}, or use segments"

@@ -79,6 +79,8 @@ def options(c: RunConfig) -> Iterator[str]:
         yield f"--max-grad-norm {c.max_grad_norm}: must be a finite number > 0"
     if not 0 < c.clip < 1:
         yield f"--clip {c.clip}: must be a number above 0 and below 1, e.g. 0.2"
+    if not 0 <= c.limit < float("inf"):
+        yield f"--limit {c.limit}: must be a finite number of seconds >= 0; 0 has no limit"
     if not 0 < c.timeout <= threading.TIMEOUT_MAX:
         yield f"--timeout {c.timeout}: must be a number of seconds above 0 and at most {threading.TIMEOUT_MAX:.0f}"
     if not -(2**63) <= c.seed < 2**63:

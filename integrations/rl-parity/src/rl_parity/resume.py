@@ -24,6 +24,7 @@ CHANGEABLE = (
     "timeout",
     "launcher",
     "save_every",
+    "limit",
     "gpus",
     "placement",
     "gpu_memory_utilization",

@@ -1,5 +1,6 @@
 """A whole run: preflight, manifest, the arms one after the other, summary and report."""
 
+import math
 import os
 import platform
 import shlex
@@ -20,7 +21,7 @@ from rl_parity.config import RunConfig
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
-from rl_parity.loop import Arm, MismatchFound, load_prompts
+from rl_parity.loop import Arm, LimitReached, MismatchFound, load_prompts
 from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
@@ -39,6 +40,7 @@ def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) 
     0 strict arm exactly equal, 1 a mismatch, 2 a violated precondition, 3 an engine or sync failure, 130 interrupted.
     The run directory is readable whatever happens after the preflight.
     """
+    deadline = time.monotonic() + (config.limit or math.inf)
     directory = RunDirectory(config.out)
     lock.refuse_if_held(directory.root)
     sweep_dead()
@@ -49,7 +51,7 @@ def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) 
                 return USAGE
             points = resume.points(directory, config)
             resume.check(directory, config, points)
-            return _marked(config, directory.manifest()["run_id"], directory, command, points, again)
+            return _marked(config, directory.manifest()["run_id"], directory, command, points, again, deadline)
     if _violated(preflight.check(config)):
         return USAGE
     directory.root.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) 
         if (refusal := RunDirectory.refusal(directory.root)) is not None:
             raise ContractError(refusal)
         points = {arm: Point() for arm in config.arms}
-        return _marked(config, f"run-{uuid.uuid4().hex[:8]}", directory, command, points, again)
+        return _marked(config, f"run-{uuid.uuid4().hex[:8]}", directory, command, points, again, deadline)
 
 
 def _violated(violations: list[str]) -> bool:
@@ -79,6 +81,7 @@ def _run(
     command: Sequence[str],
     points: dict[str, Point],
     again: bool,
+    deadline: float,
 ) -> int:
     model_config = preflight.model_config(config)
     profile = preflight.profile(config, model_config)
@@ -101,8 +104,9 @@ def _run(
         before = {name: totals["seconds"] for name, totals in earlier.get("arms", {}).items()}
         for name in config.arms:
             arm = Arm(
-                name, config, run_id, directory, model, model_config, profile, prompts, tokenizer, longest, placed
-            )
+                name, config, run_id, directory, model, model_config, profile, prompts, tokenizer, longest, placed,
+                deadline=deadline,
+            )  # fmt: skip
             point = points[name]
             if again and point.saved is None:
                 resume.restart(directory, name)
@@ -126,6 +130,8 @@ def _run(
         status, reason, code = "mismatch", str(error), MISMATCH
     except (WorkerFailure, PublishError) as error:
         status, reason, code = "failed", str(error), FAILURE
+    except LimitReached as error:
+        status, reason, code = "interrupted", str(error), INTERRUPTED
     except KeyboardInterrupt:
         status, reason, code = "interrupted", "interrupted by a signal", INTERRUPTED
     except Exception as error:

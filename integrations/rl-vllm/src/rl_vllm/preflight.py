@@ -128,7 +128,7 @@ def _engine(profile: Profile, vllm_config: Any) -> list[str]:
         found.append(f"dtype={dtype}, the profile has {settings.dtype}: pass dtype={settings.dtype!r}")
     if here is platform.CUDA and dtype != "bfloat16":
         found.append(f"dtype={dtype} on a GPU: supported is bfloat16")
-    found += _attention(profile, here, model)
+    found += _attention(profile, here, model, cache.block_size)
     passes = vllm_config.compilation_config.pass_config
     found += unsupported(
         lora=vllm_config.lora_config,
@@ -160,20 +160,26 @@ def _engine(profile: Profile, vllm_config: Any) -> list[str]:
     return found + foreign_overrides()
 
 
-def _attention(profile: Profile, here: platform.Platform, model: Any) -> list[str]:
+def _attention(profile: Profile, here: platform.Platform, model: Any, page: int | None) -> list[str]:
     if profile.settings.attention == "segments":
         return []
     if here is platform.CPU:
         return [f"attention={profile.settings.attention!r}: the paged CPU kernel serves 'segments'"]
-    from rl_attn.nosplit import library_for
+    from rl_attn.nosplit import check_page, library_for
 
     try:
         library = library_for(profile.settings.arch)
     except ContractError as error:
         return [str(error)]
-    if model.get_head_size() not in library.head_dims:
-        return [f"attention='nosplit' with head_dim {model.get_head_size()}: {library.id} serves {library.head_dims}"]
-    return []
+    found = []
+    if (dim := model.get_head_size()) not in library.head_dims:
+        found.append(f"attention='nosplit' with head_dim {dim}: {library.id} serves {library.head_dims}")
+    try:
+        # without a size vLLM takes its default of 16, which is certified
+        check_page(library, page or 16)
+    except ContractError as error:
+        found.append(f"block_size={page}: {error}")
+    return found
 
 
 def _offloads(vllm_config: Any) -> bool:
