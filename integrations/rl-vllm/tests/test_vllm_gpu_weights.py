@@ -58,6 +58,46 @@ def test_version_ledger_gives_every_token_its_version():
     assert [(s.version, s.start, s.end) for s in ledger.spans("d", 5)] == [("v2", 0, 5)]
 
 
+def test_tokens_in_flight_at_a_push_are_sampled_anew_and_belong_to_its_version():
+    sampled, ledger = versions.SampledTokens(), versions.VersionLedger()
+    # the engine schedules ahead: tokens 2 and 3 of a, and the first one of b, are in flight when both are preempted
+    sampled.observe(step({"a": 3, "c": 2}, new=[("a", 3, 3, 0), ("c", 2, 2, 0)]))
+    sampled.observe(step({"a": 1, "b": 2, "c": 1}, new=[("b", 2, 2, 0)], old=[("a", 3, 1), ("c", 2, 1)]))
+    sampled.observe(step({"a": 1}, old=[("a", 4, 2)], finished=["c"]))
+    ledger.push("v1", sampled.pushed())
+    assert sampled.kept() == {}
+    # one runner sees them as new, the other as old
+    sampled.observe(step({"a": 4, "b": 2}, new=[("a", 3, 4, 0)], old=[("b", 0, 0)]))
+    sampled.observe(step({"a": 1, "b": 1}, old=[("a", 4, 2), ("b", 2, 1)]))
+    assert sampled.kept() == {"a": 1, "b": 0}
+    ledger.settle(sampled.kept())
+    # a second push, after which nothing was thrown away
+    ledger.push("v2", sampled.pushed())
+    sampled.observe(step({"a": 6}, old=[("a", 0, 3)]))
+    ledger.settle(sampled.kept())
+    assert [(s.version, s.start, s.end) for s in ledger.spans("a", 5)] == [
+        ("default", 0, 1), ("v1", 1, 3), ("v2", 3, 5),
+    ]  # fmt: skip
+    assert [(s.version, s.start, s.end) for s in ledger.spans("b", 9)] == [("v1", 0, 2), ("v2", 2, 9)]
+
+
+def test_client_asks_with_how_many_tokens_a_request_came_back():
+    asked = []
+
+    def rpc(name, args=()):
+        asked.append(name)
+        return [{"rl_finish": {"r-1": 3}, "rl_kept": {"r-1": 2}}[name]]
+
+    client = rl_vllm.VllmEngineClient.__new__(rl_vllm.VllmEngineClient)
+    client.llm, client._ledger = SimpleNamespace(collective_rpc=rpc), versions.VersionLedger()
+    client.finish("v1")
+    assert [(s.version, s.start, s.end) for s in client._spans("r-1", 4)] == [("default", 0, 2), ("v1", 2, 4)]
+    asked.clear()
+    # one that no push has met costs no call
+    assert [s.version for s in client._spans("r-2", 4)] == ["v1"]
+    assert asked == []
+
+
 def test_version_ledger_stamps_finished_outputs():
     completion = SimpleNamespace(token_ids=[1, 2, 3])
     output = SimpleNamespace(finished=True, outputs=[completion], request_id="mine")

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_contract import ContractError, MissingSupport, Profile
 from rl_vllm.versions import VersionLedger, attach
+from vime_sync import Span
 
 # how often each boundary must run in one forward of a model with L layers; lm_head and collectives depend on the batch
 _PER_LAYER = {"gemm.column": 2, "gemm.row": 2, "swiglu": 1, "rotary": 1, "attention": 1}
@@ -114,8 +115,8 @@ class VllmEngineClient:
         # vLLM 0.24 stamps no versions: they are kept here
         self._ledger: VersionLedger | None = None
         if not hasattr(llm, "update_weight_version"):
-            ledger = self._ledger = VersionLedger()
-            attach(llm.llm_engine, ledger.spans)
+            self._ledger = VersionLedger()
+            attach(llm.llm_engine, self._spans)
         self._tp = int(llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size)
         report(llm)
 
@@ -148,11 +149,22 @@ class VllmEngineClient:
         return {(rank, name): digest for rank, digests in per_worker for name, digest in digests.items()}
 
     def finish(self, version: str) -> None:
+        self._settle()
         sampled = self.llm.collective_rpc("rl_finish")
         if self._ledger is None:
             self.llm.update_weight_version(version)
         else:
             self._ledger.push(version, sampled[0])
+
+    def _settle(self) -> None:
+        if self._ledger is not None:
+            self._ledger.settle(self.llm.collective_rpc("rl_kept")[0])
+
+    def _spans(self, request: str, generated: int) -> tuple[Span, ...]:
+        assert self._ledger is not None
+        if self._ledger.met(request):
+            self._settle()
+        return self._ledger.spans(request, generated)
 
     def weight_version(self) -> str:
         return str(self.llm.get_weight_version()) if self._ledger is None else self._ledger.version

@@ -137,7 +137,11 @@ class Reporting:
         self.finish_weight_update()  # type: ignore[attr-defined]
         self._rl_session = None
         self._rl_poison = None
-        return self._rl_sampled.counts()
+        return self._rl_sampled.pushed()
+
+    def rl_kept(self) -> dict[str, int]:
+        """Tokens with which requests in flight at the last push have come back since, by request."""
+        return self._rl_sampled.kept()
 
     def rl_poison(self, reason: str) -> None:
         """Refuse to run until a later update has finished; abandons an open one."""

@@ -2,6 +2,9 @@
 
 A worker sees each step's schedule, so it knows how many tokens of a request it has sampled, before the client has. At a
 push these numbers are the boundaries between versions; ``VersionLedger`` turns them into spans when a request ends.
+
+An engine that schedules ahead throws away what was in flight when its requests were preempted for a push, and samples
+those tokens anew. How many tokens a request had kept shows when it comes back; the boundary moves down to that.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +22,9 @@ class SampledTokens:
         self._prompts: dict[str, int] = {}
         # tokens before the last step that had the request, and the reach of that step
         self._last: dict[str, tuple[int, int]] = {}
+        # since the last push: who has not come back yet, and with how many tokens the others did
+        self._away: set[str] = set()
+        self._kept: dict[str, int] = {}
 
     def observe(self, schedule: Any) -> None:
         """One executed ``SchedulerOutput``."""
@@ -26,15 +32,22 @@ class SampledTokens:
         for gone in schedule.finished_req_ids:
             self._prompts.pop(gone, None)
             self._last.pop(gone, None)
+            self._away.discard(gone)
         for new in schedule.scheduled_new_reqs:
             prompt = len(new.prompt_token_ids or ())
             # a request that comes back after a preemption is new to some runners, and brings its tokens
             so_far = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids or ()) - prompt
             self._prompts[new.req_id] = prompt
-            self._last[new.req_id] = (so_far, new.num_computed_tokens + scheduled.get(new.req_id, 0))
+            self._note(new.req_id, so_far, new.num_computed_tokens + scheduled.get(new.req_id, 0))
         old = schedule.scheduled_cached_reqs
         for name, computed, outputs in zip(old.req_ids, old.num_computed_tokens, old.num_output_tokens):
-            self._last[name] = (outputs, computed + scheduled.get(name, 0))
+            self._note(name, outputs, computed + scheduled.get(name, 0))
+
+    def _note(self, name: str, so_far: int, reach: int) -> None:
+        self._last[name] = (so_far, reach)
+        if name in self._away:
+            self._away.remove(name)
+            self._kept[name] = so_far
 
     def counts(self) -> dict[str, int]:
         """Tokens sampled so far, by the engine's own request id."""
@@ -42,6 +55,15 @@ class SampledTokens:
             name: outputs + (reach >= self._prompts.get(name, 0) + outputs)
             for name, (outputs, reach) in self._last.items()
         }
+
+    def pushed(self) -> dict[str, int]:
+        """``counts`` at a push; from now on ``kept`` is about those requests."""
+        self._away, self._kept = set(self._last), {}
+        return self.counts()
+
+    def kept(self) -> dict[str, int]:
+        """Tokens with which requests in flight at the last push have come back since."""
+        return dict(self._kept)
 
 
 class VersionLedger:
@@ -57,6 +79,19 @@ class VersionLedger:
             starts = self._starts.setdefault(request, [(0, self.version)])
             starts.append((max(count, starts[-1][0]), version))
         self.version = version
+
+    def settle(self, kept: Mapping[str, int]) -> None:
+        """After the last push: requests have come back with so many tokens, and sampled the others anew."""
+        for request, count in kept.items():
+            starts = self._starts.get(request)
+            if starts:
+                at, version = starts[-1]
+                floor = starts[-2][0] if len(starts) > 1 else 0
+                starts[-1] = (max(floor, min(at, count)), version)
+
+    def met(self, request: str) -> bool:
+        """Whether a push came while this request was in flight."""
+        return request in self._starts
 
     def spans(self, request: str, generated: int) -> tuple[Span, ...]:
         """Spans of a finished request, which is forgotten; a request no push has met is of the serving version."""
