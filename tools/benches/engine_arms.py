@@ -76,17 +76,19 @@ def arguments(engine: str, layers: int, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start(engine: str, layers: int, folder: str) -> Any:
+def start(engine: str, layers: int, folder: str, **changes: Any) -> Any:
+    """The engine; ``changes`` take the place of arguments. Leaves of the tree are as many as tensor parallel ranks."""
     from vllm import LLM
 
-    options = arguments(engine, layers, folder)
+    options = arguments(engine, layers, folder) | changes
     if not engine.startswith("strict"):
         return LLM(**options)
     import rl_vllm
     from rl_contract import build_profile
     from rl_vllm import platform
 
-    settings = rl_vllm.settings_from_hf(folder, leaves=1, arch=platform.arch())
+    leaves = options.get("tensor_parallel_size", 1)
+    settings = rl_vllm.settings_from_hf(folder, leaves=leaves, arch=platform.arch())
     return LLM(**rl_vllm.engine_args(build_profile("bench", settings), **options))
 
 

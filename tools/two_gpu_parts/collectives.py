@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -25,23 +25,20 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def run(rank: int, folder: str, budget: float) -> dict[str, Any]:
+def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from rl_comm import TreeCommunicator
 
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     one, two = (TreeCommunicator(transport="nccl", two_shot_bytes=n) for n in (1 << 60, 0))
     gloo = TreeCommunicator(dist.new_group(backend="gloo"), transport="gloo")
-    found: dict[str, Any] = {"transport": one.device_transport}
-    found["eager outputs compared"] = check_eager(rank, one, two, gloo)
+    yield {"transport": one.device_transport, "eager outputs compared": check_eager(rank, one, two, gloo)}
     check_movement(rank, one)
     check_refusals(rank, one)
     check_compiled(rank, one)
     for name, comm in (("one-shot", one), ("two-shot", two)):
-        found[f"{name}: replays compared"] = check_graphs(rank, comm)
-    found["microseconds"] = times(one, two)
-    found["eager host microseconds a call"] = host_time(one)
-    return found
+        yield {f"{name}: replays compared": check_graphs(rank, comm)}
+    yield {"microseconds": times(one, two), "eager host microseconds a call": host_time(one)}
 
 
 def check_eager(rank: int, one: Any, two: Any, gloo: Any) -> int:

@@ -2,9 +2,13 @@
 
 import importlib.util
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +103,30 @@ def tiny_samples(vocab: int, lengths: tuple[tuple[int, int], ...], seed: int = 1
     return [tuple(torch.randint(0, vocab, (n,), generator=generator).tolist() for n in pair) for pair in lengths]
 
 
-def run_world(folder: Path, world: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+def run_world(folder: Path, world: int, job: dict[str, Any], seconds: float = 300) -> list[dict[str, Any]]:
     """Run a job of ``world_worker.py`` on ``world`` processes; returns what each rank wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.pkl").write_bytes(pickle.dumps(job))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(world)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-    )
-    assert not done.returncode, done.stdout.decode(errors="replace")[-6000:]
+    log, end = folder / "log.txt", time.monotonic() + seconds
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(world)],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        status = process.poll()
+    finally:
+        # its ranks too, which nobody would end, and which hold a GPU
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    said = log.read_text(errors="replace")[-6000:]
+    assert status is not None, f"{folder.name} did not end within {seconds:g} s; it said {said}"
+    assert not status, said
     return [pickle.loads((folder / f"out{rank}.pkl").read_bytes()) for rank in range(world)]
 
 

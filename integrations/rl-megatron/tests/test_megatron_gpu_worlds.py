@@ -1,5 +1,6 @@
 """Several ranks on one GPU: TP2, CP2 and both score and train as one rank, their bytes moved through the host."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,20 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> dict[tuple[in
         "steps": 2,
         "export": True,
     }
-    found = {}
-    for tp, cp in [(1, 1), *WORLDS]:
-        cut = job | {"trainer": job["trainer"] | {"parallel": ParallelConfig(tp=tp, cp=cp)}}
-        cases = {"strict": cut}
-        if (tp, cp) in ((1, 1), (2, 2)):
-            cases["native"] = cut | {"trainer": cut["trainer"] | {"mode": "native"}}
-        found[tp, cp] = tiny.run_world(folder / f"tp{tp}cp{cp}", tp * cp, cases)
-    return found
+
+    def run(cut: tuple[int, int]) -> list[dict[str, Any]]:
+        tp, cp = cut
+        mine = job | {"trainer": job["trainer"] | {"parallel": ParallelConfig(tp=tp, cp=cp)}}
+        cases = {"strict": mine}
+        if cut in ((1, 1), (2, 2)):
+            cases["native"] = mine | {"trainer": mine["trainer"] | {"mode": "native"}}
+        # with cold caches every world first compiles every kernel
+        return tiny.run_world(folder / f"tp{tp}cp{cp}", tp * cp, cases, seconds=600)
+
+    # beside one another: most of the time goes into starting and compiling
+    cuts = [(1, 1), *WORLDS]
+    with ThreadPoolExecutor(len(cuts)) as pool:
+        return dict(zip(cuts, pool.map(run, cuts), strict=True))
 
 
 def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
