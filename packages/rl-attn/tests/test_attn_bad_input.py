@@ -108,12 +108,29 @@ def test_packed_refuses(change, message):
         ({"q": torch.zeros(3, 4, 16).bfloat16()}, "one dtype"),
         ({"sliding_window": 16}, "sliding_window"),
         ({"causal": False}, "causal"),
+        ({"max_query_len": -1}, "max_query_len=-1"),
+        ({"out": torch.zeros(3, 4, 8)}, r"out \(3, 4, 8\)"),
+        ({"out": torch.zeros(3, 4, 16).bfloat16()}, r"out .* torch\.bfloat16"),
+        ({"out": torch.zeros(3, 16, 4).transpose(1, 2)}, "last stride of 1"),
+        ({"out": torch.zeros(3, 4, 16, requires_grad=True)}, "no gradient"),
     ],
     ids=str,
 )
 def test_paged_refuses(change, message):
     with pytest.raises(ContractError, match=message):
         paged_call(**change)
+
+
+def test_paged_writes_where_it_is_told_to():
+    want, want_lse = paged_call(return_lse=True)
+    room = torch.full((5, 4, 40), torch.nan)
+    out, lse = paged_call(out=room[1:4, :, 8:24], max_query_len=2, return_lse=True)
+    assert out.data_ptr() == room[1:4, :, 8:24].data_ptr()
+    assert torch.equal(room[1:4, :, 8:24], want)
+    assert torch.equal(lse, want_lse)
+    untouched = torch.ones_like(room, dtype=torch.bool)
+    untouched[1:4, :, 8:24] = False
+    assert bool(room[untouched].isnan().all())
 
 
 def test_empty_sequences_and_empty_batches_are_fine():

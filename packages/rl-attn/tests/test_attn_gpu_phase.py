@@ -75,6 +75,29 @@ def test_phase_decode_equals_prefill(batch, expected, block_m, warps, stages, pr
     assert equal(lse, expected[1][last])
 
 
+def test_decode_that_is_known_to_be_one_leaves_the_walk_out_and_writes_where_it_is_told_to(batch):
+    last = batch.last_rows()
+    q = batch.q[last]
+    call = {
+        "query_start_loc": torch.arange(len(last) + 1, device=DEVICE, dtype=torch.int32),
+        "seq_lens": torch.tensor(batch.lengths, device=DEVICE, dtype=torch.int32),
+        "block_table": batch.table, "scale": batch.scale,
+    }  # fmt: skip
+    # 17 rows are more than one program's, so that shapes alone cannot rule the walk out
+    found = {}
+    for most in (None, 1):
+        reset_launches()
+        room = torch.full((len(last), q.shape[1] * q.shape[2] + 24), torch.nan, device=DEVICE, dtype=q.dtype)
+        out = room[:, 8:-16].unflatten(1, q.shape[1:])
+        attention_paged(q, batch.cache, **call, max_query_len=most, out=out)
+        assert bool(room[:, :8].isnan().all())
+        assert bool(room[:, -16:].isnan().all())
+        found[most] = out.contiguous(), {x["kernel"] for x in launches()}
+    assert found[None][1] - found[1][1] == {"rl_attn.triton_hopper"}
+    assert equal(found[1][0], found[None][0])
+    assert equal(found[1][0], batch.packed()[0][last].to(q.dtype))
+
+
 def test_phase_decode_in_one_walk_equals_segments(batch, expected, monkeypatch):
     monkeypatch.setattr(gpu, "MOST_SPLIT_SEQUENCES", 0)
     last = batch.last_rows()

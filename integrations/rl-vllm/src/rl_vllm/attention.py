@@ -162,7 +162,7 @@ class StrictAttentionImpl(AttentionImpl):
             return output.zero_()
         T = attn_metadata.num_actual_tokens
         settings = self.strict.profile.settings
-        out = rl_attn.attention_paged(
+        rl_attn.attention_paged(
             query[:T],
             self._cache(kv_cache),
             query_start_loc=attn_metadata.query_start_loc,
@@ -173,7 +173,6 @@ class StrictAttentionImpl(AttentionImpl):
             segment=settings.segment,
             family=settings.attention,
             max_query_len=attn_metadata.max_query_len,
+            out=output[:T],
         )
-        assert isinstance(out, torch.Tensor)
-        output[:T].copy_(out)
         return output

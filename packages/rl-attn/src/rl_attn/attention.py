@@ -133,6 +133,7 @@ def attention_paged(
     segment: int = SEGMENT,
     family: str = "segments",
     max_query_len: int | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     **variants: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +145,9 @@ def attention_paged(
         query_start_loc: int ``[requests + 1]``. seq_lens: int ``[requests]``, keys of each request (context plus its
             queries); the request's queries are its last positions.
         block_table: int ``[requests, pages]``; entries behind a request's length are never read.
-        max_query_len: a bound on the queries of a request, for the speed of the family ``nosplit`` alone.
+        max_query_len: a bound on the queries of a request, for speed alone: rows of a request with more of them may be
+            left unwritten.
+        out: like q, with a last stride of 1: the result is written there, and is what comes back.
         scale, key_tile, segment, family, return_lse, variants: as in ``attention_packed``.
 
     On a GPU the values of ``block_table`` and ``seq_lens`` are not looked at, so that nothing stops the stream: rows
@@ -176,11 +179,31 @@ def attention_paged(
             f"{where} got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, "
             f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
         )
+    if max_query_len is not None and max_query_len < 0:
+        raise ContractError(f"{where} got max_query_len={max_query_len}; supported: None, 0 or more queries a request")
+    if out is not None:
+        _require_out(where, q, out)
     if family == "nosplit":
-        out, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale), max_query_len)
-        return (out, lse) if return_lse else out
-    out, lse = ops.paged(q, cache.k, cache.v, query_start_loc, seq_lens, block_table, float(scale), key_tile, segment)
+        found, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale), max_query_len)
+        found = found if out is None else out.copy_(found)
+        return (found, lse) if return_lse else found
+    rest = (query_start_loc, seq_lens, block_table, float(scale), key_tile, segment, max_query_len)
+    if out is None:
+        out, lse = ops.paged(q, cache.k, cache.v, *rest)
+    else:
+        lse = ops.paged_into(out, q, cache.k, cache.v, *rest)
     return (out, lse) if return_lse else out
+
+
+def _require_out(where: str, q: torch.Tensor, out: torch.Tensor) -> None:
+    given = (tuple(out.shape), out.dtype, out.device)
+    if given != (tuple(q.shape), q.dtype, q.device) or (out.numel() and out.stride(-1) != 1):
+        raise ContractError(
+            f"{where} got out {given[0]} {out.dtype} on {out.device} with strides {out.stride()}; supported: as q, "
+            f"{tuple(q.shape)} {q.dtype} on {q.device}, with a last stride of 1"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ContractError(f"{where} has no gradient, and out requires one; detach it")
 
 
 def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:

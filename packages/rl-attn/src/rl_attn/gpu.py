@@ -158,8 +158,10 @@ def packed(
 def paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor,
     scale: float, key_tile: int, segment: int, max_keys: int = 0, out_dtype: torch.dtype | None = None,
+    most_rows: int | None = None, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``packed``, keys on pages. ``max_keys``: a bound on seq_lens, where one below the table's width is known."""
+    """As ``packed``, keys on pages. ``max_keys``: a bound on seq_lens, where one below the table's width is known.
+    ``most_rows``: a bound on the queries of a sequence. ``out``: where the result goes, last stride 1."""
     check("attention_paged", q, k_cache, v_cache)
     q = unit_last(q)
     tokens, heads, head_dim = q.shape
@@ -180,7 +182,8 @@ def paged(
     few = tokens <= sequences * room
     splits = most > 1 and sequences <= MOST_SPLIT_SEQUENCES and sequences * kv_heads <= MOST_SPLIT_PROGRAMS
     short = (room if few else 1) if splits else 0
-    out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
+    if out is None:
+        out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     if splits:
         fold_row = own.choose("fold", head_dim, most)
@@ -191,8 +194,8 @@ def paged(
         plan = f"{own.arch}:{split.name}:tile{key_tile}-segment{segment}-most{most}"
         kernel = "rl_attn.triton_hopper_decode" if split.specialised else "rl_attn.triton_decode"
         record("attention", kernel, plan, "paged")
-    # where every sequence is short the walk has nothing to do, but only the device knows
-    if short < tokens:
+    # where every sequence is short the walk has nothing to do; without a bound only the device knows
+    if short < (tokens if most_rows is None else min(tokens, most_rows)):
         row = own.choose("paged", head_dim, tokens * group // max(1, sequences), specialised=may)
         lengths = (query_start_loc, query_start_loc, seq_lens, seq_lens, block_table, blocks, page, short)
         if row.specialised:

@@ -117,19 +117,8 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, scale, key_tile, segment):
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_attn::paged", mutates_args=(), device_types="cpu")
-def paged(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    key_tile: int,
-    segment: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Paged attention; out as q, lse fp32 [Tq, Hq]. Page ids are checked here, since only their values tell."""
+def _paged(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_tile, segment):
+    """Page ids are checked here, since only their values tell."""
     cu_rows, lengths, table = int64(query_start_loc), int64(seq_lens), int64(block_table)
     block_size = k_cache.shape[2]
     code, at, value = cpu.check_pages(cu_rows, lengths, table, block_size, k_cache.shape[0], q.shape[0])
@@ -144,9 +133,51 @@ def paged(
     )  # fmt: skip
 
 
+@torch.library.custom_op("rl_attn::paged", mutates_args=(), device_types="cpu")
+def paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    key_tile: int,
+    segment: int,
+    most_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Paged attention; out as q, lse fp32 [Tq, Hq]. ``most_rows`` bounds the queries of a request, for a GPU's sake."""
+    return _paged(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_tile, segment)
+
+
 @paged.register_fake
-def _(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_tile, segment):
+def _(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_tile, segment, most_rows=None):
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("rl_attn::paged_into", mutates_args=("out",), device_types="cpu")
+def paged_into(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    key_tile: int,
+    segment: int,
+    most_rows: int | None = None,
+) -> torch.Tensor:
+    """``paged`` with its result written to ``out``; returns lse."""
+    found, lse = _paged(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_tile, segment)
+    out.copy_(found)
+    return lse
+
+
+@paged_into.register_fake
+def _(out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_tile, segment, most_rows=None):
+    return q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 _PAGE_ERRORS = {

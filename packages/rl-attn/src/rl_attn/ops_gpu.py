@@ -21,9 +21,19 @@ def _packed(
 @ops.paged.register_kernel("cuda")
 def _paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor,
-    scale: float, key_tile: int, segment: int,
+    scale: float, key_tile: int, segment: int, most_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gpu.paged(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_tile, segment)
+    rest = (query_start_loc, seq_lens, block_table, scale, key_tile, segment)
+    return gpu.paged(q, k_cache, v_cache, *rest, most_rows=most_rows)
+
+
+@ops.paged_into.register_kernel("cuda")
+def _paged_into(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    block_table: Tensor, scale: float, key_tile: int, segment: int, most_rows: int | None = None,
+) -> Tensor:  # fmt: skip
+    rest = (query_start_loc, seq_lens, block_table, scale, key_tile, segment)
+    return gpu.paged(q, k_cache, v_cache, *rest, most_rows=most_rows, out=out)[1]
 
 
 @ops.write.register_kernel("cuda")
