@@ -97,11 +97,11 @@ def sample(asked: dict[str, Any]) -> None:
     profile = build_profile("two", settings)
     options: dict[str, Any] = {
         "model": asked["model"], "tensor_parallel_size": asked["tp"], "skip_tokenizer_init": True,
-        "max_model_len": 448, "block_size": 16 if cuda else 128, "max_num_seqs": MANY, "max_num_batched_tokens": 2048, "enforce_eager": asked["eager"],
+        "max_model_len": 448, "max_num_seqs": MANY, "max_num_batched_tokens": 2048, "enforce_eager": asked["eager"],
     }  # fmt: skip
     if cuda:
         # engines that start at once would count one another's memory
-        options |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
+        options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30, "block_size": 16}
         if not asked["eager"]:
             options["compilation_config"] = {"cudagraph_capture_sizes": [1, 8, MANY]}
     with rl_vllm.cpu_environment(asked["tp"]):

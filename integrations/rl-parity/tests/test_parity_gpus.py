@@ -161,7 +161,7 @@ def test_everything_wrong_with_the_gpus_is_listed_at_once(tmp_path, machine, mon
     assert all(word in found for word in words), found
     monkeypatch.setattr(preflight_cuda.torch.version, "cuda", "13.0")
     found = "\n".join(preflight.check(config(tmp_path)))
-    assert "88 of 140 GiB are free" in found
+    assert "88 of 140 GiB are free, needed are 126" in found
     options = ["--device", "cuda", "--out", str(tmp_path / "out"), "--placement", "split"]
     assert cli.main(["run", *options]) == 2
     assert not (tmp_path / "out").exists()
@@ -170,6 +170,16 @@ def test_everything_wrong_with_the_gpus_is_listed_at_once(tmp_path, machine, mon
     assert "needs 2 GPU(s)" in shown.err
     assert cli.main(["doctor", "--device", "cuda", "--out", str(tmp_path / "out")]) == 2
     assert "NVIDIA H200, 140 GiB" in capsys.readouterr().out
+
+
+def test_a_share_that_was_asked_for_leaves_room_for_others(tmp_path, machine):
+    c = config(tmp_path, gpu_memory_utilization=0.2)
+    machine(smi(1, free=40000))
+    assert preflight.check(c) == []
+    # a fifth of 140 GiB, and what a trainer of the tiny model holds
+    machine(smi(1, free=30000))
+    (found,) = preflight.check(c)
+    assert "29 of 140 GiB are free, needed are 31" in found
 
 
 @pytest.mark.parametrize(
@@ -263,6 +273,8 @@ def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(t
         "block_size": 16,
         # four requests at most
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+        # 34 blocks of 16 tokens in two layers of four heads of 32, keys and values of two bytes
+        "kv_cache_memory_bytes": 34 * 16 * 2 * 4 * 32 * 2 * 2,
     }
     # blocks of 16: one sequence of all the model's 512 positions, which is more than the step's four short ones
     assert engine.kwargs["kv_blocks"] == 34
@@ -299,6 +311,7 @@ def test_engines_on_gpus_of_their_own_never_sleep(tmp_path, machine, launchers):
         "enable_sleep_mode": False,
         "enforce_eager": True,
         "block_size": 16,
+        "kv_cache_memory_bytes": 34 * 16 * 2 * 4 * 32 * 2 * 2,
     }
     assert launchers[0].env["engine-0"]["CUDA_VISIBLE_DEVICES"] == "1,0"
 

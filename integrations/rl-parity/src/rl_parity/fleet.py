@@ -205,7 +205,7 @@ class Fleet:
                 "tp": c.rollout.tp,
                 "max_model_len": self._max_model_len,
                 "max_num_seqs": self._sequences_per_engine(),
-                "kv_blocks": self._kv_blocks(index),
+                "kv_blocks": (self._cache(index) or (None,))[0],
                 "gpu": self._gpu_options(index) if self._on_gpus else None,
             },
         )
@@ -230,6 +230,9 @@ class Fleet:
             # a step's requests start together and end together: vLLM's own list has a graph for every eighth size
             sizes = [1 << i for i in range((self._sequences_per_engine() - 1).bit_length() + 1)]
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        if (cache := self._cache(index)) is not None:
+            # said, not measured: vLLM's measuring fails where another run on the GPU gives memory back meanwhile
+            options["kv_cache_memory_bytes"] = cache[1]
         return options
 
     @property
@@ -260,8 +263,9 @@ class Fleet:
     def _sequences_per_engine(self) -> int:
         return min(256, -(-self.config.batch // self.config.rollout.engines) * self.config.group)
 
-    def _kv_blocks(self, index: int) -> int | None:
-        """Cache blocks that hold every sequence of a step, since caches are dropped at every push and more would idle.
+    def _cache(self, index: int) -> tuple[int, int] | None:
+        """Cache blocks that hold every sequence of a step, and their bytes on a worker, at most: caches are dropped at
+        every push, so more would idle.
 
         None, which is all the memory that vLLM has, where that is too little.
         """
@@ -278,7 +282,7 @@ class Fleet:
             room = int(share * memory - self._model_bytes() // self.config.rollout.tp) // 2
         # two bytes a value on GPUs, up to four on a CPU; keys and values
         worst_bytes = blocks * shape.layers * heads * size * shape.head_dim * 2 * (2 if self._on_gpus else 4)
-        return blocks if worst_bytes < room else None
+        return (blocks, worst_bytes) if worst_bytes < room else None
 
     def _starts_one_by_one(self) -> bool:
         if self._on_gpus:

@@ -15,7 +15,7 @@ from rl_contract import ContractError, MissingSupport
 from rl_parity.config import RunConfig
 from rl_parity.gpus import ARCHS, Gpu, visible
 from rl_parity.launch.processes import end_group
-from rl_parity.placement import GIB, KV_BLOCK, engine_share, place
+from rl_parity.placement import GIB, KV_BLOCK, engine_share, place, trainer_bytes
 
 # packages whose kernels are launched by frozen plans
 PLANNED = ("rl_gemm", "rl_attn", "rl_logprob")
@@ -68,11 +68,15 @@ def violations(c: RunConfig, weight_bytes: int) -> Iterator[str]:
             except ContractError as error:
                 yield str(error)
         used = set(placed.trainers) | {p for engine in placed.engines for p in engine}
-        for gpu in (gpus[p] for p in sorted(used)):
-            if gpu.free < 0.9 * gpu.memory:
+        for spot in sorted(used):
+            gpu, share = gpus[spot], c.gpu_memory_utilization * placed.engines_beside(spot)
+            # a share that was asked for leaves room for others
+            needed = share * gpu.memory + trainer_bytes(c, weight_bytes, placed, spot) if share else 0.9 * gpu.memory
+            if gpu.free < needed:
                 yield (
-                    f"GPU {gpu.index} ({gpu.name}): {gpu.free / GIB:.0f} of {gpu.memory / GIB:.0f} GiB are free; end "
-                    "what else runs there, or choose others with --gpus"
+                    f"GPU {gpu.index} ({gpu.name}): {gpu.free / GIB:.0f} of {gpu.memory / GIB:.0f} GiB are free, "
+                    f"needed are {needed / GIB:.0f}; end what else runs there, choose others with --gpus, or ask for "
+                    "less with --gpu-memory-utilization"
                 )
 
 
