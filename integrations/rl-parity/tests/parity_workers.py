@@ -24,7 +24,7 @@ def logprob(tokens) -> np.ndarray:
 class FakeTrainer:
     def __init__(self, *, rank, arm, model, profile, **kwargs):
         self.rank, self.arm, self.kwargs = rank, arm, kwargs
-        self.calls = []
+        self.calls, self.exports = [], []
         self.loan = None
         self.model, self.steps = model, 0
         self.weights = load_file(f"{model}/model.safetensors")
@@ -34,6 +34,7 @@ class FakeTrainer:
         self.shape = ModelShape.from_hf_config(checkpoint.read_config(Path(self.model)))
 
     def export(self, directory, run_id, step, transport, tps):
+        self.exports.append(Path(directory).name)
         if self.rank:
             return None
         if transport != "file":

@@ -279,6 +279,8 @@ def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(t
     # blocks of 16: one sequence of all the model's 512 positions, which is more than the step's four short ones
     assert engine.kwargs["kv_blocks"] == 34
     assert launchers[0].workers["trainer-0"].target.calls == ["rest", "rest"]
+    # what the trainer made ready while the engine woke is what was pushed
+    assert launchers[0].workers["trainer-0"].target.exports == ["0-host", "1-host"]
     assert launchers[0].env["engine-0"]["CUDA_VISIBLE_DEVICES"] == "0"
     assert launchers[0].env["trainer-0"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     manifest = directory.manifest()
@@ -323,6 +325,7 @@ def test_cuda_ipc_that_cannot_work_here_gives_way_to_the_hosts_memory_once_and_s
     assert code == 0
     weights = directory.evidence("strict")["weights"]
     assert (weights["asked"], weights["transport"]) == ("auto", "host")
+    assert launchers[0].workers["trainer-0"].target.exports == ["0-ipc", "0-host", "1-host"]
     assert "is not there" in weights["reason"]
     assert "lent as memory of the host, because CUDA IPC failed" in (directory.root / "report.html").read_text()
 

@@ -247,13 +247,15 @@ class Fleet:
         if self.sleep_level:
             self.all(self.engines, "sleep", self.sleep_level)
 
+    def rest(self) -> None:
+        """Have trainers give up what they need not keep while engines sample."""
+        if self.sleep_level:
+            self.all(self.trainers, "rest")
+
     def wake(self, what: str) -> None:
         """Give it back to them: first ``weights``, to be pushed to, then ``kv_cache``."""
-        if not self.sleep_level:
-            return
-        if what == "weights":
-            self.all(self.trainers, "rest")
-        self.all(self.engines, "wake", what)
+        if self.sleep_level:
+            self.all(self.engines, "wake", what)
 
     @property
     def sizes(self) -> list[int]:
@@ -296,12 +298,20 @@ class Fleet:
 
     def all(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
         """The same call on every worker, together; the first failure ends it."""
-        return self.gather([lambda w=w: w.call(method, *args) for w in workers])  # type: ignore[misc]
+        return self.wait(self.begin(workers, method, *args))
 
     def gather(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make several calls, then wait for all of them."""
+        return self.wait([call() for call in calls])
+
+    def begin(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
+        """As ``all``, without waiting: what ``wait`` takes. A worker answers its calls in the order they were made."""
+        return [worker.call(method, *args) for worker in workers]
+
+    def wait(self, begun: Sequence[Any]) -> list[Any]:
+        """The answers to calls; the first failure ends it."""
         assert self._launcher is not None
-        return wait_all(self._launcher, [call() for call in calls], self.config.timeout)
+        return wait_all(self._launcher, begun, self.config.timeout)
 
     def remote_engines(self) -> list[RemoteEngine]:
         return [RemoteEngine(w, self.config.rollout.tp, self.config.timeout) for w in self.engines]

@@ -131,6 +131,9 @@ class Arm:
         c = self.config
         clock = _Clock()
         progress.phase("push")
+        fleet.rest()
+        # engines wake while the trainer copies and digests its weights
+        pushes.begin(step)
         # colocated engines take their memory back in two parts, so that a push never meets a full cache
         fleet.wake("weights")
         clock.lap("wake")

@@ -24,9 +24,14 @@ class Pushes:
         self.transport = ("ipc" if fleet.placed.gpus else "file") if asked == "auto" else asked
         self.reason: str | None = None
         self.proofs: list[dict[str, Any]] = []
+        self._begun: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Have the trainer make the weights of the next ``push`` ready, without waiting for it."""
+        self._begun = self._fleet.begin(self._fleet.trainers, "export", *self._export(step, self.transport))
 
     def push(self, step: int) -> dict[str, str]:
-        """Publish the trainer's weights on every engine, verified; returns version and digest.
+        """Publish the trainer's weights on every engine, verified; returns version and digest. ``begin`` may precede.
 
         A GPU's memory that engines cannot open (CUDA IPC may be forbidden where this runs) gives way to the host's,
         once, at the first push, and only where nobody asked for it.
@@ -51,15 +56,19 @@ class Pushes:
         return out
 
     def _publish(self, step: int, transport: str) -> dict[str, str]:
-        folder = self._folder / f"{step}-{transport}"
-        sizes = self._fleet.sizes
-        export = (str(folder), self._run_id, step, transport, sizes)
-        exported: dict[str, str] = self._fleet.all(self._fleet.trainers, "export", *export)[0]
+        export = self._export(step, transport)
+        begun, self._begun = self._begun, []
+        exporting = begun or self._fleet.begin(self._fleet.trainers, "export", *export)
+        folder = Path(export[0])
+        exported: dict[str, str] = self._fleet.wait(exporting)[0]
         try:
             self._publisher.publish(folder, PolicyVersion(self._run_id, step, exported["digest"]))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return exported
+
+    def _export(self, step: int, transport: str) -> tuple[Any, ...]:
+        return str(self._folder / f"{step}-{transport}"), self._run_id, step, transport, self._fleet.sizes
 
     def prove(self, step: int) -> None:
         """Compare the sha256 of every shard that the engines hold with the trainer's, beyond what the push compared.

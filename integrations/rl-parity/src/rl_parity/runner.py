@@ -7,8 +7,8 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,21 @@ def _violated(violations: list[str]) -> bool:
 
 
 def _marked(config: RunConfig, run_id: str, *rest: Any) -> int:
-    with marked(new_mark(run_id)):
+    with marked(new_mark(run_id)), _one_thread():
         return _run(config, run_id, *rest)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """This process counts a few thousand tokens a step: threads would wait for cores that workers have."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _run(
