@@ -56,12 +56,15 @@ def test_gradients_repeat_and_do_not_depend_on_packing():
         assert all(equal(x[a:b], y) for x, y in zip(first, alone))
 
 
-@pytest.mark.parametrize(("block_m", "block_n", "warps"), [(32, 64, 4), (64, 64, 4), (64, 128, 8), (16, 32, 2)])
-def test_gradients_do_not_depend_on_tiles(block_m, block_n, warps):
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "warps", "stages"),
+    [(32, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 3), (64, 128, 8, 1), (64, 128, 8, 3), (16, 32, 2, 1)],
+)
+def test_gradients_do_not_depend_on_tiles(block_m, block_n, warps, stages):
     case = Batch((513, 64, 1030), seed=8)
     _, first = _gradients(case)
     own = gpu.arch(0)
-    shape = {"head_dim": 256, "block_m": block_m, "block_n": block_n, "warps": warps, "stages": 1}
+    shape = {"head_dim": 256, "block_m": block_m, "block_n": block_n, "warps": warps, "stages": stages}
     rows = tuple(plans.Row(kernel=kernel, **shape) for kernel in ("grad_queries", "grad_keys"))
     plans.use(plans.Plans(arch=own, rows=(*rows, *plans.shipped(own).rows)))
     assert all(equal(x, y) for x, y in zip(first, _gradients(case)[1]))

@@ -64,7 +64,7 @@ def grad_keys(
     if tokens == 0:
         return dk, dv
     own = current_plans(q)
-    row = own.choose("grad_keys", head_dim)
+    row = own.choose("grad_keys", head_dim, tokens // max(1, sequences))
     kernels().backward.attn_grad_keys_kernel[(kv_heads, tokens // row.block_n + sequences)](
         grad, q, k, v, dk, dv, lse, delta, cu_q, cu_k, positions, key_positions, exponent_factor(scale), float(scale),
         sequences, kv_heads, *_token_head(grad, q, k, v),

@@ -24,7 +24,8 @@ FORBIDDEN = (
 class Row:
     """Launch shape of ``kernel`` for heads up to ``head_dim`` and up to ``rows`` query rows a sequence (0: any number).
 
-    ``rows`` counts (sequence, kv head, segment) for ``segments``, segments of a row for ``fold``.
+    ``rows`` counts (sequence, kv head, segment) for ``segments``, segments of a row for ``fold``, keys of a sequence
+    for ``grad_keys``.
 
     block_m: query rows a program holds. block_n: keys a backward program holds or takes at a time. programs: persistent
     programs per processor (segments), unroll: segments in flight (fold). specialised: ``triton_hopper`` (forward and
