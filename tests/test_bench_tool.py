@@ -47,6 +47,26 @@ def test_whole_bench_writes_its_rows(bench, tmp_path, method):
     assert written["meta"] == ABOUT | ({"method": "medians"} if method else {})
 
 
+def test_bench_that_is_cut_short_leaves_the_rows_so_far(bench, tmp_path):
+    def measure(budget):
+        yield [row("a", 5.0)]
+        yield [row("b", 20.0), {"case": "c", "peer": "memory", "memory": 1.5}]
+        raise KeyboardInterrupt
+
+    module = types.SimpleNamespace(measure=measure, summary=lambda rows: {"cases": len(rows)})
+    with pytest.raises(KeyboardInterrupt):
+        bench(module, "gemm", "--json", tmp_path / "x.json")
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert [r["case"] for r in written["rows"]] == ["a", "b", "c"]
+    assert written["summary"] == {"cases": 3}
+    again = types.SimpleNamespace(
+        measure=measure, again=lambda budget, match: [row("a", 2.5)], summary=lambda rows: {"cases": len(rows)}
+    )
+    bench(again, "gemm", "--json", tmp_path / "y.json", "--again", tmp_path / "x.json")
+    renewed = json.loads((tmp_path / "y.json").read_text())["rows"]
+    assert renewed == [row("a", 2.5), *written["rows"][1:]]
+
+
 def test_case_measured_again_replaces_its_row_alone(bench, tmp_path):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(json.dumps({"meta": {"gpu": "older"}, "rows": whole(0)[0], "summary": {}}))

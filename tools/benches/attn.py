@@ -7,6 +7,7 @@ segments costs. A ratio is peer time over strict time. GB/s count the keys and v
 left out.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,27 +26,32 @@ PEERS = ("fa3", "fa3 nosplit", "cudnn", "vllm triton", "flex", "one segment")
 FLEX_TOKENS = 8192
 LIBRARY = Path("/tmp/_vllm_fa3_C.abi3.so")  # where the bench machine has the library without its wheel
 DECODE = (
-    (1, 131072), (1, 16384), (16, 8192), (64, 8192), (256, 4096), (1, 65536), (4, 65536), (16, 32768), (64, 32768),
-    (1, 4096), (16, 1024), (64, 1024), (256, 1024), (4, 16384), (128, 8192), (1, 1024),
+    (1, 131072), (1, 65536), (1, 16384), (64, 8192), (16, 8192), (256, 4096), (1, 4096), (4, 65536), (16, 32768),
+    (64, 32768), (128, 8192), (4, 16384), (64, 1024), (256, 1024), (16, 1024), (1, 1024),
 )  # fmt: skip
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """What is measured, most wanted first."""
-    for tokens in (8192, 16384, 4096):
-        yield {"op": "prefill", "tokens": tokens}
-    for tokens in (8192, 4096):
-        yield {"op": "forward+backward", "tokens": tokens}
-    for batch, keys in DECODE[:5]:
+    """What is measured, most wanted first: the cells that targets are about, then what completes the table."""
+    yield {"op": "prefill", "tokens": 8192}
+    for batch, keys in DECODE[:6]:
         yield {"op": "decode", "batch": batch, "keys": keys}
+    for tokens in (2048, 8192):
+        yield {"op": "forward+backward", "tokens": tokens}
     yield {"op": "chunk", "tokens": 2048, "keys": 8192, "mates": 64, "mate_keys": 4096}
+    for tokens in (4096, 16384):
+        yield {"op": "prefill", "tokens": tokens}
+    yield {"op": "memory", "tokens": FLEX_TOKENS}
+    # compiled anew for every shape, so for one alone
+    for op in ("prefill", "forward+backward"):
+        yield {"op": op, "tokens": FLEX_TOKENS, "beside": "flex"}
+    for tokens in (4096, 16384):
+        yield {"op": "forward+backward", "tokens": tokens}
+    for batch, keys in DECODE[6:]:
+        yield {"op": "decode", "batch": batch, "keys": keys}
+    yield {"op": "chunk", "tokens": 512, "keys": 32768, "mates": 0, "mate_keys": 0}
     for tokens in (2048, 32768, 1024):
         yield {"op": "prefill", "tokens": tokens}
-    for batch, keys in DECODE[5:]:
-        yield {"op": "decode", "batch": batch, "keys": keys}
-    for tokens in (16384, 2048):
-        yield {"op": "forward+backward", "tokens": tokens}
-    yield {"op": "chunk", "tokens": 512, "keys": 32768, "mates": 0, "mate_keys": 0}
 
 
 def _library() -> Callable[..., Any] | None:
@@ -134,16 +140,15 @@ def _packed_calls(case: dict[str, Any], peers: dict[str, Any]) -> dict[str, Call
             o = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(o, (q4, k4, v4), grad4) if backward else o
 
-    calls: dict[str, Callable[[int], object]] = {"strict": strict, "cudnn": cudnn}
-    # compiled anew for every shape, so for one alone
-    if tokens == FLEX_TOKENS:
+    if case.get("beside") == "flex":
         flex = _flex(tokens)
 
         def flexible(_: int) -> object:
             o = flex(q4, k4, v4)
             return torch.autograd.grad(o, (q4, k4, v4), grad4) if backward else o
 
-        calls["flex"] = flexible
+        return {"strict": strict, "flex": flexible}
+    calls: dict[str, Callable[[int], object]] = {"strict": strict, "cudnn": cudnn}
     if not backward:
         calls["one segment"] = lambda i: strict(i, 1 << 20)
         if fa3 := peers["fa3"]:
@@ -219,7 +224,7 @@ def _that_run(calls: dict[str, Callable[[int], object]]) -> dict[str, Callable[[
     return found
 
 
-def _backward_memory(tokens: int) -> float:
+def _memory(tokens: int) -> dict[str, Any]:
     """Memory that the backward takes at most beyond what the forward keeps, in units of q + k + v."""
     from rl_attn import attention_packed
 
@@ -230,7 +235,9 @@ def _backward_memory(tokens: int) -> float:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(out, (q, k, v), grad)
-    return round((torch.cuda.max_memory_allocated() - before) / (2 * (q.numel() + k.numel() + v.numel())), 3)
+    most = (torch.cuda.max_memory_allocated() - before) / (2 * (q.numel() + k.numel() + v.numel()))
+    case = {"op": "memory", "tokens": tokens, "case": f"segments: memory of the backward M={tokens}"}
+    return case | {"shape": [tokens], "family": "segments", "peer": "q + k + v", "memory": round(most, 3)}
 
 
 def _work(case: dict[str, Any], us: float) -> dict[str, float]:
@@ -251,44 +258,52 @@ def _name(case: dict[str, Any]) -> str:
     return f"{case['op']} M={case['tokens']}"
 
 
-def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    from rl_contract import launches, reset_launches
-
-    began, rows = time.monotonic(), []
+def measure(budget: float, match: str = "") -> Iterator[list[dict[str, Any]]]:
+    """Rows of one case after the other, of those whose name matches, until ``budget`` seconds have passed."""
+    began, wanted = time.monotonic(), [case for case in cases() if re.search(match, _name(case))]
     peers = {"fa3": _library(), "triton": _triton_backend()}
-    for case in cases():
+    for case in wanted:
         if time.monotonic() - began > budget:
             print("attn: out of time before", _name(case), flush=True)
-            break
+            return
         try:
-            calls = _calls(case, peers)
-            reset_launches()
-            calls["strict"](0)
-            plan = ", ".join(f"{x['kernel']} {x['plan']}" for x in launches())
-            times = timing.time_calls(_that_run(calls), span_ms=2.0, rounds=5)
+            yield [_memory(case["tokens"])] if case["op"] == "memory" else _rows(case, peers)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             print("attn:", _name(case), repr(error)[:200], flush=True)
-            continue
         finally:
             torch.cuda.empty_cache()
-        for family, ours in (("segments", "strict"), ("nosplit", "strict nosplit")):
-            for peer in PEERS:
-                alone = family == "nosplit" and peer == "one segment"
-                if ours in times and peer in times and not alone:
-                    head = case | {
-                        "case": f"{family}: {_name(case)}",
-                        "shape": [case["keys"] if case["op"] == "decode" else case["tokens"]],
-                        "family": family,
-                        "plan": plan if family == "segments" else "",
-                        "strict_us": round(times[ours], 2),
-                        "peer": peer,
-                        "peer_us": round(times[peer], 2),
-                    }
-                    rows.append(head | {"ratio": round(times[peer] / times[ours], 3), **_work(case, times[ours])})
-        print(_name(case), {k: round(v, 1) for k, v in times.items()}, flush=True)
-    return rows, summary(rows) | {
-        "segments: memory of the backward, in units of q + k + v <= 2": _backward_memory(8192)
-    }
+
+
+def again(budget: float, match: str) -> list[dict[str, Any]]:
+    """Rows of the matching cases."""
+    return [row for rows in measure(budget, match) for row in rows]
+
+
+def _rows(case: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
+    from rl_contract import launches, reset_launches
+
+    calls = _calls(case, peers)
+    reset_launches()
+    calls["strict"](0)
+    plan = ", ".join(f"{x['kernel']} {x['plan']}" for x in launches())
+    times = timing.time_calls(_that_run(calls), span_ms=2.0, rounds=5)
+    print(_name(case), {k: round(v, 1) for k, v in times.items()}, flush=True)
+    rows = []
+    for family, ours in (("segments", "strict"), ("nosplit", "strict nosplit")):
+        for peer in PEERS:
+            alone = family == "nosplit" and peer == "one segment"
+            if ours in times and peer in times and not alone:
+                head = case | {
+                    "case": f"{family}: {_name(case)}",
+                    "shape": [case["keys"] if case["op"] == "decode" else case["tokens"]],
+                    "family": family,
+                    "plan": plan if family == "segments" else "",
+                    "strict_us": round(times[ours], 2),
+                    "peer": peer,
+                    "peer_us": round(times[peer], 2),
+                }
+                rows.append(head | {"ratio": round(times[peer] / times[ours], 3), **_work(case, times[ours])})
+    return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -315,6 +330,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "segments", "decode", "fa3", lambda r: r["batch"] == 1 and r["keys"] >= 16384
         ),
         "segments: forward+backward against cudnn >= 0.65": worst("segments", "forward+backward", "cudnn"),
+        "segments: memory of the backward, in units of q + k + v <= 2": next(
+            (r["memory"] for r in rows if r["op"] == "memory"), None
+        ),
         "nosplit: prefill against fa3 >= 0.97": worst("nosplit", "prefill", "fa3"),
         "nosplit: decode batch >= 16 against fa3 >= 0.97": worst(
             "nosplit", "decode", "fa3", lambda r: r["batch"] >= 16
