@@ -129,6 +129,13 @@ def test_sm90_uses_its_matrix_unit_and_one_exp2():
     assert not re.search(r"fma\.r[zmp]", ptx)
 
 
+def test_decode_of_a_segment_of_any_number_of_pages_compiles():
+    row = plans.shipped("sm90").choose("segments", 128, specialised=True)
+    function, constants, options, box = _launch(row, 128, 16)
+    built = _compile(function, constants | {"SEGMENT": 2112}, options, "sm90", box)
+    assert built.metadata.shared <= ROOM["sm90"]
+
+
 def test_kernels_in_the_interpreter_agree_with_the_oracle():
     program = textwrap.dedent(
         """

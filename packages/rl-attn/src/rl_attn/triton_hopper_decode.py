@@ -128,7 +128,8 @@ def _attend_segments(
     left_o: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
     left_w: gl.constexpr = gl.DotOperandLayout(0, layout_w, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ENTRIES: gl.constexpr = SEGMENT // PAGE if SEGMENT // PAGE > 128 else 128
+    # a segment's pages, 128 table entries at a time; one more where it begins inside a page
+    PARTS: gl.constexpr = (SEGMENT // PAGE + 128) // 128
 
     begin, end, sequence, first_item, slots = _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 4)
     heads = kv_heads * GROUP
@@ -160,9 +161,11 @@ def _attend_segments(
                 q + gl.expand_dims(at, 1) + gl.expand_dims(q_d, 0), mask=gl.expand_dims(q_rows // GROUP < q_len, 1),
                 other=0.0,
             )  # fmt: skip
-            entry = start // PAGE + gl.arange(0, ENTRIES, line)
-            page = gl.load(table + sequence.to(gl.int64) * s_table + entry, mask=entry * PAGE < stop, other=0)
-            bad = gl.max(((page < 0) | (page >= blocks)).to(gl.int32), 0)
+            bad = 0
+            for part in gl.static_range(PARTS):
+                entry = start // PAGE + part * 128 + gl.arange(0, 128, line)
+                page = gl.load(table + sequence.to(gl.int64) * s_table + entry, mask=entry * PAGE < stop, other=0)
+                bad = gl.maximum(bad, gl.max(((page < 0) | (page >= blocks)).to(gl.int32), 0))
             position = gl.where(rows // GROUP < q_len, length - q_len + rows // GROUP, -1)
             m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, rows_layout)
             w = gl.zeros([GROUP_ROWS, SUM_COLUMNS], gl.float32, layout_w)
