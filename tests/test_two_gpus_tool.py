@@ -181,6 +181,29 @@ def test_engines_that_differ_in_one_bit_or_did_not_answer_are_errors(parts, tmp_
     assert errors == ["no two engines to compare"]
 
 
+ENGINE = """
+import json, pathlib, sys, time
+asked = json.loads(sys.argv[1])
+if asked["name"] == "TP2 graphs":
+    sys.exit(5)
+answers = [{"ids": [asked["name"] != "TP2 eager"], "bits": [7]}]
+pathlib.Path(asked["out"]).write_text(json.dumps({"facts": {"workers": asked["tp"]}, "answers": answers}))
+"""
+
+
+def test_engines_all_start_and_what_fails_leaves_the_others(parts, tmp_path):
+    module = parts("two_gpu_parts.engines")
+    settings = SETTINGS | {"end": time.time() + 60, "program": [sys.executable, "-c", ENGINE], "model": str(tmp_path)}
+    found = {}
+    for answer in module.run(0, str(tmp_path), settings):
+        found |= answer
+    assert found["TP1 graphs = TP1 eager"]["differing tokens"] == 0
+    assert found["TP2 eager = TP1 eager"]["differing tokens"] == 1
+    assert found["TP2 eager"]["workers"] == 2
+    assert found["TP2 graphs"]["status"] == 5
+    assert [e.split(":")[0] for e in found["errors"]] == ["TP2 graphs", "TP2 eager is not TP1 eager"]
+
+
 def test_training_that_differs_in_one_bit_is_counted(parts):
     np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     module = parts("two_gpu_parts.training")
@@ -218,3 +241,26 @@ def test_decode_measures_in_turns_and_takes_the_better_round(parts, tmp_path):
     strict.wait(0)
     strict.say("round0")
     native.wait(1)
+
+
+ARM = """
+import json, pathlib, sys
+arm, folder, end = sys.argv[1:]
+if arm == FAILING:
+    raise SystemExit("no engine")
+cases = [{"case": [512, b], "prefill": 1.0, "decode": 10.0 + (arm == "native")} for b in (64, 1)]
+(pathlib.Path(folder) / f"{arm}.jsonl").write_text("\\n".join(map(json.dumps, cases)))
+"""
+
+
+@pytest.mark.parametrize("failing", ["nobody", "strict"])
+def test_decode_keeps_one_arms_figures_where_the_other_fails(parts, tmp_path, failing):
+    module = parts("two_gpu_parts.decode")
+    code = ARM.replace("FAILING", repr(failing))
+    found = {}
+    for answer in module.run(0, str(tmp_path), {"end": time.time() + 60, "program": [sys.executable, "-c", code]}):
+        found |= answer
+    assert found["tokens/s, batch 64, prompt 512"]["native"]["decode"] == 11.0
+    ratio = found.get("strict TP2 decode of native at batch 64 >= 0.95")
+    assert (ratio, found["errors"]) == ((0.909, []) if failing == "nobody" else (None, ["strict: status 1"]))
+    assert ("no engine" in found.get("log of strict", "")) == (failing == "strict")

@@ -277,3 +277,27 @@ assert not hasattr(rl_megatron, "nothing")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("moved_by", ["nccl", "staged-gloo"])
+def test_native_gradients_are_summed_by_nccl_only_where_it_moves_bytes(
+    monkeypatch: pytest.MonkeyPatch, moved_by: str
+) -> None:
+    from types import SimpleNamespace
+
+    from rl_comm import TreeCommunicator
+
+    class OnGpu(SimpleNamespace):
+        is_cuda = True
+
+        def copy_(self, other: Any) -> None:
+            called.append(other)
+
+    called: list[Any] = []
+    comm = TreeCommunicator.over({"cuda": SimpleNamespace(name=moved_by)}, 0, 2)  # type: ignore[dict-item]
+    monkeypatch.setattr(comm, "all_reduce", lambda x: "tree")
+    monkeypatch.setattr(topology, "communicator", lambda group: comm)
+    monkeypatch.setattr(topology.dist, "all_reduce", lambda x, group: called.append((x, group)))
+    x = OnGpu()
+    topology.native_sum_(x, "peers")  # type: ignore[arg-type]
+    assert called == ([(x, "peers")] if moved_by == "nccl" else ["tree"])

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -124,21 +125,19 @@ class StrictOptimizer:
                 state.parameter.grad = None
 
     def reduce(self) -> None:
-        """Sum the native arm's ``main_grad`` over context parallel ranks, by the rank tree, in fp32.
+        """Sum the native arm's ``main_grad`` over context parallel ranks, in fp32, by NCCL or else the rank tree.
 
         Each rank's loss is already a share of the whole, so the sum is the gradient. Strict operators have taken all
         ranks' tokens in packed order already.
         """
         if not self.native:
             return
-        cp, tp = topology.context_parallel(), topology.tensor_parallel()
+        cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
         for name, state in self._states.items():
-            grad = state.grad
-            if cp.world_size > 1:
-                grad.copy_(cp.all_reduce(grad))
+            topology.native_sum_(state.grad, cp)
             # Megatron's own head norms leave each rank with its heads' part
-            if tp.world_size > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-                grad.copy_(tp.all_reduce(grad))
+            if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+                topology.native_sum_(state.grad, tp)
 
     def grad_norm(self) -> float:
         """Euclidean norm over the whole model.

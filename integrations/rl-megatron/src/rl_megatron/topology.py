@@ -38,6 +38,18 @@ def context_parallel() -> Communicator:
     return communicator(parallel_state.get_context_parallel_group())
 
 
+def native_sum_(x: torch.Tensor, group: "dist.ProcessGroup") -> None:
+    """Sum ``x`` over a group's ranks in place, as an engine of its own would: by NCCL where that is there.
+
+    For the native arm alone: the order of addition is NCCL's; elsewhere it is the rank tree's.
+    """
+    comm = communicator(group)
+    if x.is_cuda and isinstance(comm, TreeCommunicator) and comm.device_transport == "nccl":
+        dist.all_reduce(x, group=group)
+    elif comm.world_size > 1:
+        x.copy_(comm.all_reduce(x))
+
+
 def start(
     rank: int,
     parallel: ParallelConfig,
