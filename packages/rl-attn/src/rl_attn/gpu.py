@@ -310,7 +310,8 @@ def _segments(
         hopper, k_steps, v_steps = _hopper(), page_steps(k) or (), page_steps(v) or ()
         hopper.decode.attn_segments_sm90_kernel[(programs,)](
             q, hopper.tiles.pages_descriptor(k, k_steps, key_tile),
-            hopper.tiles.pages_descriptor(v, v_steps, key_tile), *parts, *common, *k_steps, *v_steps, table.stride(0),
+            hopper.tiles.pages_descriptor(v, v_steps, key_tile), *parts, out, lse, out.stride(0), out.stride(1),
+            lse.stride(0), *common, *k_steps, *v_steps, table.stride(0),
             GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=stages, PAGE=page,
             SHORT=short, num_warps=4, maxnreg=registers, enable_fp_fusion=False,
         )  # fmt: skip

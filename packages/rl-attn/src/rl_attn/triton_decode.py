@@ -110,7 +110,8 @@ def attn_fold_kernel(
 ):  # fmt: skip
     """Grid (query rows, heads): one row's segments, folded in ascending order; UNROLL partial states in flight.
 
-    OVERLAPPED: brought up while the segments still run, so that it waits for them before it reads a partial state.
+    OVERLAPPED: brought up while the segments of the specialised kernel still run, so that it waits for them before it
+    reads a partial state. That kernel is done with sequences of one segment.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -127,6 +128,8 @@ def attn_fold_kernel(
     d = tl.arange(0, BLOCK_D)
     if OVERLAPPED:
         gdc_wait()
+        if _pick(segments, b, sequence) == 1:
+            return
     # every column holds the maximum and the row sum
     total_m = tl.full((BLOCK_D,), float("-inf"), tl.float32)
     total_w = tl.zeros((BLOCK_D,), tl.float32)

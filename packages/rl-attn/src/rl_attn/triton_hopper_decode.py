@@ -1,7 +1,8 @@
 """Decode on sm90, contract ``attention``: the segments of ``triton_decode`` on specialised warps.
 
 Same order and same rounding, hence the same bits: a segment starts from the empty state and takes its key tiles
-ascending; ``triton_decode.attn_fold_kernel`` then folds a row's segments left. One warp fetches the pages of its
+ascending; ``triton_decode.attn_fold_kernel`` then folds a row's segments left. A sequence of one segment is folded
+into the empty state at once, and done. One warp fetches the pages of its
 program's segments ahead of time, across the borders of segments; four warps hold the query rows of one kv head.
 """
 
@@ -16,12 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rl_attn.triton_hopper_tiles import (
     GROUP_ROWS,
+    LN2,
     NEG_INF,
     SUM_COLUMNS,
     barrier,
     columns,
     drop_rows,
     fetch_tile,
+    fold_factors,
     weigh,
 )
 
@@ -114,8 +117,8 @@ def _fetch_segments(
 
 @gluon.jit
 def _attend_segments(
-    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, cu_q, seq_lens, table, c,
-    sequences, kv_heads, blocks, sq_t, sq_h, s_table,
+    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens,
+    table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
@@ -192,25 +195,48 @@ def _attend_segments(
                 w = warpgroup_mma(left_sum, ones.permute((1, 0)), w, is_async=True)
                 o, w, left, left_sum = warpgroup_mma_wait(0, deps=(o, w, left, left_sum))
                 mbarrier.arrive(v_empty.index(slot), count=1)
-            # partial states of slot (sequence, segment, query); a page outside the cache turns them into NaN
-            first_slot = slots + segment * q_len
-            head = kv_head * GROUP
-            at_m = (first_slot + rows // GROUP).to(gl.int64) * heads + head + rows % GROUP
-            gl.store(part_m + at_m, m, mask=rows // GROUP < q_len)
-            at_w = (first_slot + w_rows // GROUP).to(gl.int64) * heads + head + w_rows % GROUP
+            # a page outside the cache turns the rows that needed it into NaN
             row_sum = gl.where(bad != 0, float("nan"), gl.max(w, 1))
-            gl.store(part_w + at_w, row_sum, mask=w_rows // GROUP < q_len)
-            at_o = (first_slot + o_rows // GROUP).to(gl.int64) * heads + head + o_rows % GROUP
-            gl.store(
-                part_o + gl.expand_dims(at_o * D, 1) + gl.expand_dims(o_d, 0), o,
-                mask=gl.expand_dims(o_rows // GROUP < q_len, 1),
-            )  # fmt: skip
+            head = kv_head * GROUP
+            if count == 1:
+                total_m, a, b = fold_factors(gl.full([GROUP_ROWS], NEG_INF, gl.float32, rows_layout), m)
+                nothing = gl.zeros([GROUP_ROWS, D], gl.float32, layout_o)
+                total_o = gl.fma(nothing, columns(a, layout_o), o * columns(b, layout_o))
+                total_w = gl.fma(
+                    gl.zeros([GROUP_ROWS], gl.float32, rows_layout), a, gl.convert_layout(row_sum, rows_layout) * b
+                )
+                some = total_w != 0.0
+                divisor = gl.where(some, total_w, 1.0)
+                result = gl.div_rn(total_o, columns(divisor, layout_o) + nothing)
+                row_lse = gl.where(some, (total_m + gl.log2(divisor)) * LN2, NEG_INF)
+                gl.store(
+                    lse + (q_begin + rows // GROUP).to(gl.int64) * s_lse + head + rows % GROUP, row_lse,
+                    mask=rows // GROUP < q_len,
+                )  # fmt: skip
+                to = (q_begin + o_rows // GROUP).to(gl.int64) * so_t + (head + o_rows % GROUP).to(gl.int64) * so_h
+                gl.store(
+                    out + gl.expand_dims(to, 1) + gl.expand_dims(o_d, 0), result.to(out.dtype.element_ty),
+                    mask=gl.expand_dims(o_rows // GROUP < q_len, 1),
+                )  # fmt: skip
+            else:
+                # partial states of slot (sequence, segment, query)
+                first_slot = slots + segment * q_len
+                at_m = (first_slot + rows // GROUP).to(gl.int64) * heads + head + rows % GROUP
+                gl.store(part_m + at_m, m, mask=rows // GROUP < q_len)
+                at_w = (first_slot + w_rows // GROUP).to(gl.int64) * heads + head + w_rows % GROUP
+                gl.store(part_w + at_w, row_sum, mask=w_rows // GROUP < q_len)
+                at_o = (first_slot + o_rows // GROUP).to(gl.int64) * heads + head + o_rows % GROUP
+                gl.store(
+                    part_o + gl.expand_dims(at_o * D, 1) + gl.expand_dims(o_d, 0), o,
+                    mask=gl.expand_dims(o_rows // GROUP < q_len, 1),
+                )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["sequences", "blocks"])
 def attn_segments_sm90_kernel(
-    q, k_desc, v_desc, part_m, part_w, part_o, cu_q, seq_lens, table, c, sequences, kv_heads, blocks,
-    sq_t, sq_h, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
+    q, k_desc, v_desc, part_m, part_w, part_o, out, lse, so_t, so_h, s_lse, cu_q, seq_lens, table, c, sequences,
+    kv_heads, blocks, sq_t, sq_h, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns,
+    s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
@@ -241,8 +267,8 @@ def attn_segments_sm90_kernel(
             (
                 _attend_segments,
                 (
-                    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, cu_q,
-                    seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, s_table,
+                    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, out, lse,
+                    cu_q, seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
                     GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
                 ),
             ),
