@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -117,6 +118,24 @@ def test_lanes_run_in_turn_and_what_is_late_or_never_began_has_no_status(parts, 
     assert job("a", "").tail() == "said\n"
     assert [status for _, status in processes.run_lanes([[job("d", "")]], time.time() - 1)] == [None]
     assert job("d", "").tail() == "never started"
+
+
+def test_late_programs_are_asked_to_end_all_at_once(parts, tmp_path):
+    processes = parts("two_gpu_parts.processes")
+    slow = (
+        "import signal, time; signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), exit(0))); print(1, flush=True)"
+    )
+    jobs = [
+        processes.Job(
+            name=str(i), command=[sys.executable, "-c", f"{slow}; time.sleep(60)"], log=tmp_path / str(i), limit=1.5,
+            stop=signal.SIGINT, grace=20.0,
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    begin = time.monotonic()
+    found = [status for _, status in processes.run_lanes([[j] for j in jobs], time.time() + 60)]
+    assert found == [None] * 4
+    assert time.monotonic() - begin < 5
 
 
 PARITY = """

@@ -32,7 +32,7 @@ def run_lanes(lanes: Sequence[Sequence[Job]], end: float) -> Iterator[tuple[Job,
     The status is None for a job that was late, or whose turn came after ``end`` (of ``time.time``).
     """
     waiting = [list(lane) for lane in lanes]
-    running: dict[int, tuple[Job, subprocess.Popen[bytes], float]] = {}
+    running: dict[int, _Running] = {}
     try:
         while running or any(waiting):
             for i, lane in enumerate(waiting):
@@ -41,19 +41,52 @@ def run_lanes(lanes: Sequence[Sequence[Job]], end: float) -> Iterator[tuple[Job,
                 job = lane.pop(0)
                 if time.time() > end:
                     yield job, None
-                    continue
-                running[i] = (job, _start(job), time.time() + job.limit)
-            for i, (job, process, limit) in list(running.items()):
-                status = process.poll()
-                if status is None and time.time() < min(limit, end):
-                    continue
-                _end(job, process)
-                del running[i]
-                yield job, status
+                else:
+                    running[i] = _Running(job, min(end, time.time() + job.limit))
+            # late ones are asked all at once, so that none waits for another's end
+            for one in running.values():
+                one.look()
+            for i in [i for i, one in running.items() if one.over]:
+                one = running.pop(i)
+                yield one.job, one.finish()
             time.sleep(0.1)
     finally:
-        for job, process, _ in running.values():
-            _end(job, process)
+        for one in running.values():
+            one.stop()
+        for one in running.values():
+            one.finish()
+
+
+class _Running:
+    """A job's process. ``over``: it has ended, or was late and its grace is over too."""
+
+    def __init__(self, job: Job, limit: float) -> None:
+        self.job, self.limit, self.late, self._kill_at = job, limit, False, 0.0
+        self.process = _start(job)
+
+    def look(self) -> None:
+        if not self.late and time.time() > self.limit and self.process.poll() is None:
+            self.late = True
+            self.stop()
+
+    def stop(self) -> None:
+        self._kill_at = time.time() + self.job.grace
+        if self.process.poll() is None:
+            self.process.send_signal(self.job.stop)
+
+    @property
+    def over(self) -> bool:
+        return self.process.poll() is not None or (self.late and time.time() > self._kill_at)
+
+    def finish(self) -> int | None:
+        """The status; None where it was late."""
+        while not self.over and time.time() < self._kill_at:
+            time.sleep(0.05)
+        # also what a program left behind that ended by itself
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        return None if self.late else status
 
 
 def _start(job: Job) -> "subprocess.Popen[bytes]":
@@ -66,14 +99,3 @@ def _start(job: Job) -> "subprocess.Popen[bytes]":
             stderr=log,
             start_new_session=True,
         )
-
-
-def _end(job: Job, process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.send_signal(job.stop)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(job.grace)
-    # also what a program left behind that ended by itself
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

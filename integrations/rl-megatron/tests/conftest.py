@@ -107,10 +107,11 @@ def run_world(folder: Path, world: int, job: dict[str, Any], seconds: float = 30
     """Run a job of ``world_worker.py`` on ``world`` processes; returns what each rank wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.pkl").write_bytes(pickle.dumps(job))
+    on_gpu = any(case["trainer"].get("device", "cpu") != "cpu" for case in job.values())
     log, end = folder / "log.txt", time.monotonic() + seconds
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(world)],
+            [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(world), *(["gpu"] if on_gpu else [])],
             stdout=out,
             stderr=out,
             start_new_session=True,

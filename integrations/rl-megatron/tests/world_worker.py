@@ -1,7 +1,8 @@
-"""A test world: ``world_worker.py FOLDER WORLD`` runs FOLDER/job.pkl on WORLD ranks, each writes FOLDER/out{rank}.pkl.
+"""A test world: ``world_worker.py FOLDER WORLD [gpu]`` runs FOLDER/job.pkl on WORLD ranks.
 
-The ranks are forked after the imports, which take far longer than a case; on a GPU each starts afresh. A job maps case
-names to ``{"trainer": TrainerRank arguments, "samples", "advantages", "budgets", "steps", "export"}``.
+Each writes FOLDER/out{rank}.pkl. The ranks are forked after the imports, which take far longer than a case; on a GPU
+each starts afresh, and the process that waits for them imports nothing. A job maps case names to
+``{"trainer": TrainerRank arguments, "samples", "advantages", "budgets", "steps", "export"}``.
 """
 
 import multiprocessing
@@ -11,12 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rl_megatron import TrainerRank
-
 
 def run_case(folder: Path, rank: int, name: str, case: dict[str, Any]) -> dict[str, Any]:
+    from rl_megatron import TrainerRank
+
     trainer = TrainerRank(rank=rank, init_method=f"file://{folder}/init-{name}", **case["trainer"])
     trainer.init()
     samples = case["samples"]
@@ -53,6 +52,8 @@ def run_case(folder: Path, rank: int, name: str, case: dict[str, Any]) -> dict[s
 
 
 def run_rank(folder: Path, rank: int) -> None:
+    import torch
+
     torch.set_num_threads(1)
     job = pickle.loads((folder / "job.pkl").read_bytes())
     out = {name: run_case(folder, rank, name, case) for name, case in job.items()}
@@ -61,8 +62,9 @@ def run_rank(folder: Path, rank: int) -> None:
 
 def main() -> int:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    job = pickle.loads((folder / "job.pkl").read_bytes())
-    on_gpu = any(case["trainer"].get("device", "cpu") != "cpu" for case in job.values())
+    on_gpu = sys.argv[3:] == ["gpu"]
+    if not on_gpu:
+        import rl_megatron.trainer  # noqa: F401 - forked with it
     # an import may have asked for GPUs, after which a fork can't use them
     context = multiprocessing.get_context("spawn" if on_gpu else "fork")
     ranks = [context.Process(target=run_rank, args=(folder, rank)) for rank in range(world)]
