@@ -26,7 +26,7 @@ from benches.engine_arms import ARMS, CASES
 
 METHOD = (
     "Best of 2 rounds a case (1 where a prompt batch has over 300,000 tokens), vLLM's own engine process, logprobs=0; "
-    "compiled, full and piecewise CUDA graphs of 1, 8, 64 and 256 tokens unless the engine's name says eager"
+    "compiled, full and piecewise CUDA graphs of 1, 8, 64, 256 and 512 tokens unless the engine's name says eager"
 )
 ENGINES = ("strict", "native", "batch-invariant")
 LAYERS = (8, 36)

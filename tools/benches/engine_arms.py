@@ -21,7 +21,8 @@ CASES = (
     (512, 64, 96), (512, 256, 64), (512, 1, 128), (512, 8, 128),
     (4096, 64, 64), (4096, 1, 128), (4096, 8, 96), (4096, 256, 32),
 )  # fmt: skip
-GRAPHS = [1, 8, 64, 256]
+# batches that decode, and one prompt of 512 tokens
+GRAPHS = [1, 8, 64, 256, 512]
 # bytes of cache that one engine may take: two engines of a model are on the GPU at once
 CACHE_LIMIT = 44 << 30
 PAGE = 16

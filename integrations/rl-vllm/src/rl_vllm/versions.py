@@ -8,6 +8,7 @@ those tokens anew. How many tokens a request had kept shows when it comes back; 
 """
 
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any
 
 from vime_sync.spans import Span, spans_from_pauses
@@ -20,14 +21,14 @@ class SampledTokens:
 
     def __init__(self) -> None:
         self._prompts: dict[str, int] = {}
-        # tokens before the last step that had the request, and the reach of that step
-        self._last: dict[str, tuple[int, int]] = {}
+        # of the last step that had the request: tokens sampled before it, positions computed before it and by it
+        self._last: dict[str, tuple[int, int, int]] = {}
         # since the last push: who has not come back yet, and with how many tokens the others did
         self._away: set[str] = set()
         self._kept: dict[str, int] = {}
 
     def observe(self, schedule: Any) -> None:
-        """One executed ``SchedulerOutput``."""
+        """One executed ``SchedulerOutput``. Called at every step: no Python runs for each request that decodes."""
         scheduled: Mapping[str, int] = schedule.num_scheduled_tokens
         for gone in schedule.finished_req_ids:
             self._prompts.pop(gone, None)
@@ -38,22 +39,20 @@ class SampledTokens:
             # a request that comes back after a preemption is new to some runners, and brings its tokens
             so_far = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids or ()) - prompt
             self._prompts[new.req_id] = prompt
-            self._note(new.req_id, so_far, new.num_computed_tokens + scheduled.get(new.req_id, 0))
+            self._last[new.req_id] = (so_far, new.num_computed_tokens, scheduled.get(new.req_id, 0))
         old = schedule.scheduled_cached_reqs
-        for name, computed, outputs in zip(old.req_ids, old.num_computed_tokens, old.num_output_tokens):
-            self._note(name, outputs, computed + scheduled.get(name, 0))
-
-    def _note(self, name: str, so_far: int, reach: int) -> None:
-        self._last[name] = (so_far, reach)
-        if name in self._away:
-            self._away.remove(name)
-            self._kept[name] = so_far
+        rows = zip(old.num_output_tokens, old.num_computed_tokens, map(scheduled.get, old.req_ids, repeat(0)))
+        self._last.update(zip(old.req_ids, rows))
+        if self._away:
+            back = self._away & {*old.req_ids, *(new.req_id for new in schedule.scheduled_new_reqs)}
+            self._away -= back
+            self._kept.update((name, self._last[name][0]) for name in back)
 
     def counts(self) -> dict[str, int]:
         """Tokens sampled so far, by the engine's own request id."""
         return {
-            name: outputs + (reach >= self._prompts.get(name, 0) + outputs)
-            for name, (outputs, reach) in self._last.items()
+            name: outputs + (computed + scheduled >= self._prompts.get(name, 0) + outputs)
+            for name, (outputs, computed, scheduled) in self._last.items()
         }
 
     def pushed(self) -> dict[str, int]:

@@ -93,6 +93,9 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
         return temperature.contiguous().to(device) if gpu else temperature.contiguous()
     if not isinstance(temperature, Tensor) and not number(temperature):
         raise ContractError(f"temperature={temperature!r}; needs a number or float32 [{rows}]")
+    # what an engine asks for at every step; no tensor is made to see that 1 is positive
+    if gpu and not isinstance(temperature, Tensor) and temperature == 1.0:
+        return torch.empty(0, dtype=torch.float32, device=device)
     # an empty batch still refuses a meaningless temperature
     one = torch.full((1,), float(temperature), dtype=torch.float32)
     refuse_temperature(one)

@@ -154,8 +154,8 @@ def _target_logits(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """logits fp32 [T] of the targets; NaN on a GPU for one outside the vocabulary."""
     if not logits.is_cuda:
         return logits.gather(1, targets[:, None])[:, 0]
-    x = logits.gather(1, targets.clamp(0, vocab_size - 1)[:, None])[:, 0]
-    return torch.where((targets >= 0) & (targets < vocab_size), x, torch.nan)
+    safe = targets.clamp(0, vocab_size - 1)
+    return torch.where(safe == targets, logits.gather(1, safe[:, None])[:, 0], torch.nan)
 
 
 def full_logprob(
