@@ -66,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _all_tokens(tokens: TokenShards, x: Tensor, heads: int) -> Tensor:
     """Rows [T/c * heads, ...] of this rank's tokens -> [T * heads, ...] of all."""
-    return tokens.gather(x.view(-1, heads, *x.shape[1:])).flatten(0, 1)
+    return tokens.gather(x.reshape(-1, heads, *x.shape[1:])).flatten(0, 1)
 
 
 def rms_norm(
