@@ -67,8 +67,9 @@ class FakeTrainer:
         held = state.read_rank(Path(folder), self.rank, digest)
         self.steps, self.weights = held["steps"], held["state"]
 
-    def rest(self):
+    def rest(self, room):
         self.calls.append("rest")
+        self.room = room
 
     def memory(self):
         return {"peak_gib": 1.5, "reserved_gib": 2.0} if self.kwargs["device"] == "cuda" else {}

@@ -279,6 +279,10 @@ def test_colocated_engines_sleep_while_the_trainer_works_and_wake_in_two_parts(t
     # blocks of 16: one sequence of all the model's 512 positions, which is more than the step's four short ones
     assert engine.kwargs["kv_blocks"] == 34
     assert launchers[0].workers["trainer-0"].target.calls == ["rest", "rest"]
+    # the engine's weights, its cache and 1 GiB, twice
+    room, gpu = launchers[0].workers["trainer-0"].target.room, engine.kwargs["gpu"]
+    weights = (directory.root / "model" / "model.safetensors").stat().st_size
+    assert 0 <= weights - (room // 2 - gpu["kv_cache_memory_bytes"] - (1 << 30)) < 1 << 16
     # what the trainer made ready while the engine woke is what was pushed
     assert launchers[0].workers["trainer-0"].target.exports == ["0-host", "1-host"]
     assert launchers[0].env["engine-0"]["CUDA_VISIBLE_DEVICES"] == "0"

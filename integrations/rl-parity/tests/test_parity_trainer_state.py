@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from rl_contract import ContractError
 from rl_parity import preflight
@@ -81,3 +82,19 @@ def test_a_lent_push_of_a_real_trainer_holds_the_bytes_of_a_written_one(worker, 
     with read_weights(tmp_path / "written") as a, read_weights(tmp_path / "lent") as b:
         assert sorted(a) == sorted(b)
         assert all(bool((a[name] == b[name]).all()) for name in a)
+
+
+@pytest.mark.parametrize(("free", "room", "emptied"), [(10, 0, 1), (10, 8, 0), (10, 10, 0), (10, 11, 1)])
+def test_a_trainer_gives_memory_back_where_engines_need_it(monkeypatch, free, room, emptied):
+    from rl_parity.trainer_worker import TrainerWorker
+
+    worker, calls = TrainerWorker.__new__(TrainerWorker), []
+    worker._device = "cuda"
+    monkeypatch.setattr(TrainerWorker, "memory", lambda self: {})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    worker.rest(room)
+    assert len(calls) == emptied
+    worker._device = "cpu"
+    worker.rest(0)
+    assert len(calls) == emptied

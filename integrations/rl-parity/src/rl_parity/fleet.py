@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,17 @@ class Fleet:
     def rest(self) -> None:
         """Have trainers give up what they need not keep while engines sample."""
         if self.sleep_level:
-            self.all(self.trainers, "rest")
+            self.all(self.trainers, "rest", self._waking_bytes)
+
+    @cached_property
+    def _waking_bytes(self) -> int:
+        """What engines take of a GPU when they wake, and as much again; 0 where a cache takes all there is."""
+        caches = [self._cache(index) for index in range(self.config.rollout.engines)]
+        known = [cache[1] for cache in caches if cache is not None]
+        if len(known) < len(caches):
+            return 0
+        each = self._model_bytes() // self.config.rollout.tp + max(known) + preflight.GIB
+        return 2 * each * max(self.placed.engines_beside(spot) for engine in self.placed.engines for spot in engine)
 
     def wake(self, what: str) -> None:
         """Give it back to them: first ``weights``, to be pushed to, then ``kv_cache``."""

@@ -121,9 +121,13 @@ class TrainerWorker:
         """
         self._trainer.optimizer.load_state_dict(state.read_rank(Path(folder), self._rank, digest))
 
-    def rest(self) -> dict[str, float]:
-        """Give unused GPU memory back, for engines on the same GPU."""
-        if self._device == "cuda":
+    def rest(self, room: int = 0) -> dict[str, float]:
+        """Give unused GPU memory back, for engines on the same GPU.
+
+        Args:
+            room: bytes that they need; where so much is free anyway, the next step finds its memory as it left it.
+        """
+        if self._device == "cuda" and not (room and torch.cuda.mem_get_info()[0] >= room):
             torch.cuda.empty_cache()
         return self.memory()
 
