@@ -258,7 +258,7 @@ def test_loss_has_the_bits_of_the_cpu(gpu: None) -> None:
     config = LossConfig(kl_coef=0.1)
     found = []
     for place in ("cpu", "cuda"):
-        leaf = logp.to(place).requires_grad_()
+        leaf = logp.detach().clone().to(place).requires_grad_()
         args = [x.to(place) for x in (old, gains)]
         loss = grpo_loss(leaf, *args, mask, denominator=100.0, ref_logprob=ref.to(place), config=config)
         loss.value.backward()
