@@ -1,5 +1,8 @@
 """tools/bench engine: engines are measured in turn and ended, failed or not; numbers are there as they come."""
 
+import multiprocessing
+import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +76,26 @@ def test_an_engine_that_does_not_start_leaves_its_log_and_the_others_go_on(arms,
     assert (failed["engine"], failed["error"]) == ("batch-invariant", "ValueError: no such mode")
     assert "no such mode" in (tmp_path / "batch-invariant-8.txt").read_text()
     assert sum("decode" in x for x in found) == len(arms.CASES)
+
+
+def test_conductor_that_is_told_to_stop_ends_its_engines(arms, tmp_path):
+    def conduct():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        plan = {"gpu": "0", "layers": [8], "engines": ["native", "strict"], "logs": str(tmp_path)}
+        arms.conduct({**plan, "end": time.time() + 60})
+
+    conductor = multiprocessing.get_context("fork").Process(target=conduct)
+    conductor.start()
+    results, limit = tmp_path / "results-0.jsonl", time.time() + 20
+    # the native engine hangs in its batch of one
+    while time.time() < limit and not (results.exists() and results.read_text().count('"decode"') >= 4):
+        time.sleep(0.05)
+    pids = [int(pid) for pid in Path(f"/proc/{conductor.pid}/task/{conductor.pid}/children").read_text().split()]
+    assert len(pids) == 2
+    conductor.terminate()
+    conductor.join(10)
+    assert conductor.exitcode == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_every_engine_has_a_cache_for_its_largest_case(arms):

@@ -84,7 +84,11 @@ def run(
         seen = found
     for c in conductors:
         if c.poll() is None:
-            engine_arms.end_group(c.pid)
+            c.terminate()
+            try:
+                c.wait(15)
+            except subprocess.TimeoutExpired:
+                engine_arms.end_group(c.pid)
         c.wait()
         if c.returncode:
             print(f"conductor ended with {c.returncode}; see {logs}", flush=True)

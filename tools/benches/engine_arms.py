@@ -124,6 +124,7 @@ def measure(llm: Any, prompt: int, batch: int, new: int, seeded: bool) -> dict[s
 def arm(pipe: Any, engine: str, layers: int, folder: str, log: str, environment: dict[str, str]) -> None:
     """An engine's process: starts it, then serves cases until it is told to stop."""
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -261,4 +262,6 @@ def model(engines: list[str], layers: int, folder: str, logs: Path, end: float, 
 if __name__ == "__main__":
     # this folder's modules have names that others may use too
     sys.path.pop(0)
+    # engines lead sessions of their own, so a conductor that is told to stop ends them first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     conduct(json.loads(sys.argv[1]))
