@@ -136,7 +136,8 @@ class Arm:
         pushes.begin(step)
         # colocated engines take their memory back in two parts, so that a push never meets a full cache
         fleet.wake("weights")
-        clock.lap("wake")
+        if fleet.sleep_level:
+            clock.lap("wake")
         pushed = pushes.push(step)
         clock.lap("push")
         if prove and pushes.transport != "file":
