@@ -68,13 +68,13 @@ def test_kept_ids_are_the_cpus(kind):
     assert torch.equal(drawn.cpu(), cpu)
 
 
-def step(h, w, targets, support, comm=None, **kw):
+def step(h, w, targets, support, comm=None, leaves=8, **kw):
     h = h.clone().requires_grad_()
     w = (w if comm is None else w.chunk(comm.world_size)[comm.rank]).clone().requires_grad_()
     w.main_grad = torch.ones(w.shape, dtype=torch.float32, device=w.device)
     found = lp.linear_logprob(
         h, w, targets, comm=comm, support=support, return_entropy=True, return_rescued=True, temperature=0.8,
-        vocab_size=20000, leaves=8, **kw,
+        vocab_size=20000, leaves=leaves, **kw,
     )  # fmt: skip
     g = torch.linspace(-1, 1, len(h), device="cuda")
     with torch.autograd.set_multithreading_enabled(False):
@@ -120,18 +120,52 @@ def test_fused_materialised_listed_kept_batch_and_tp_have_the_same_bits(monkeypa
     assert (want[1].double() - entropy).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("leaves", [1, 8])
 @pytest.mark.parametrize("tokens", [1, 77, 256, 1000])
-def test_blocks_of_ids_at_once_change_time_only(monkeypatch, tokens):
+def test_blocks_of_ids_at_once_change_time_only(monkeypatch, tokens, leaves):
     h, w, targets = make(tokens, 4096, 20000, padded=lp.padded_vocab_size(20000))
     reset_launches()
-    want = step(h, w, targets, None)
-    assert "rl_logprob.triton_few" in {r["kernel"] for r in launches()}
-    monkeypatch.setattr(gpu, "FEW_TOKENS", 0)
-    assert all(same(a, b) for a, b in zip(step(h, w, targets, None), want))
-    monkeypatch.setattr(gpu, "GRADIENT_ELEMENTS", 1)
-    assert all(same(a, b) for a, b in zip(step(h, w, targets, None), want))
-    monkeypatch.setattr(gpu, "_library_adds", lambda *a: False)
-    assert all(same(a, b) for a, b in zip(step(h, w, targets, None), want))
+    want = step(h, w, targets, None, leaves=leaves)
+    assert ("rl_logprob.triton_few", "tma") in {(r["kernel"], r["plan"]) for r in launches()}
+    for name, value in (
+        ("FEW_BYTES", 1), ("_copy_engine_may", lambda *a: False), ("FEW_TOKENS", 0), ("GRADIENT_ELEMENTS", 1),
+        ("_library_adds", lambda *a: False),
+    ):  # fmt: skip
+        monkeypatch.setattr(gpu, name, value)
+        assert all(same(a, b) for a, b in zip(step(h, w, targets, None, leaves=leaves), want)), name
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_few_tokens_every_launch_shape_has_the_bits_of_the_chains(tokens):
+    """Cancelling data and tiny values; the weight's gradient also in its own type and over what is there."""
+    few = gpu.kernels().few
+    g = torch.Generator("cuda").manual_seed(tokens)
+    n, hidden = 9000, 1032
+    d = (torch.randn(tokens, n, generator=g, device="cuda") * 1e-3).bfloat16()
+    d[:, 4000:8000] = -d[:, :4000]
+    w = torch.randn(n, hidden, generator=g, device="cuda").bfloat16()
+    h = (torch.randn(tokens, hidden, generator=g, device="cuda") * 1e-36).bfloat16()
+    blocks = [rl_gemm.ops.grad_input(a, b) for a, b in zip(d.split(4096, 1), w.split(4096))]
+    want = ((blocks[0] + blocks[1]) + blocks[2]) + 0.0
+    chain = rl_gemm.ops.grad_weight(d, h)
+    start = torch.randn(n, hidden, generator=g, device="cuda") * 1e-37
+    shapes = [few.hidden_shape(tokens, tma) for tma in (True, False)]
+    shapes += [few.Shape(rows=128, columns=128, depth=64, warps=8, stages=3, per_sm=1, slices=4)]
+    parts = torch.full((3, tokens, hidden), torch.nan, device="cuda")
+    for shape in shapes:
+        root = torch.full((tokens, hidden), torch.nan, device="cuda")
+        few.add_hidden(d, w, root, parts, 4096, True, 132, shape)
+        assert same(root, want), shape
+        few.add_hidden(d, w, root, parts, 4096, False, 132, shape)
+        assert same(root, ((want + blocks[0]) + blocks[1]) + blocks[2]), shape
+    assert not same(root, want + want)
+    for shape in [few.weight_shape(tokens, tma) for tma in (True, False)] + shapes[2:]:
+        total = start.clone()
+        few.add_weight(d, h, total, True, 132, shape)
+        assert same(total, start + chain), shape
+        own = torch.full((n, hidden), torch.nan, device="cuda", dtype=torch.bfloat16)
+        few.add_weight(d, h, own, False, 132, shape)
+        assert same(own, chain.bfloat16()), shape
 
 
 @pytest.mark.parametrize("tokens", [256, 2048, 16384, 32768])

@@ -128,7 +128,7 @@ def body_kept():
     def both(support, keep=0):
         main.main_grad = torch.zeros_like(w)
         comm = SingleRank()
-        x, state, kept = linear_gpu.forward(h, main.data, targets, one, comm, 300, True, 1, keep, support)
+        x, _, state, kept = linear_gpu.forward(h, main.data, targets, one, comm, 300, True, 1, keep, support)
         dh, _ = linear_gpu.backward(h, main, targets, one, state, g, d, comm, 300, 1, True, True, kept, support)
         return x, state, dh, main.main_grad
 
@@ -144,26 +144,32 @@ def body_few():
     """All blocks of ids in one launch: sums that are exact in any order, tails, and NaN where nothing may be read."""
     from rl_logprob import triton_few
 
-    hidden, n, group = 48, 300, 128
-    for tokens in (1, 21, 70):
+    hidden, group = 48, 128
+    tma = triton_few.Shape(rows=16, columns=32, depth=16, warps=4, stages=2, per_sm=1, slices=2)
+    pointer = triton_few.Shape(rows=16, columns=32, depth=16, warps=4, stages=2)
+    for tokens, n, shape in ((1, 300, tma), (21, 300, tma), (21, 256, tma), (37, 100, pointer), (21, 300, pointer)):
         d = torch.randint(-4, 5, (tokens, n)).float()
-        out = torch.full((3, 128, group), torch.nan)
-        parts = [out[i, :tokens, : len(c.t())] for i, c in enumerate(d.split(group, 1))]
-        for part, c in zip(parts, d.split(group, 1), strict=True):
-            part.copy_(c)
+        wide = torch.full((tokens, 304), torch.nan)[:, :n]
+        wide.copy_(d)
         weight, h = torch.randint(-4, 5, (n, hidden)).float(), torch.randint(-4, 5, (tokens, hidden)).float()
+        blocks = -(-n // group)
         for first in (True, False):
             root = torch.full((tokens, hidden), torch.nan if first else 0.5)
-            triton_few.add_hidden(parts, weight, root, group, first)
+            parts = torch.full((blocks + 1, tokens, hidden), torch.nan)
+            triton_few.add_hidden(wide, weight, root, parts, group, first, 3, shape)
             assert torch.equal(root, d @ weight + (0 if first else 0.5))
+            blockwise = [a @ b for a, b in zip(d.split(group, 1), weight.split(group), strict=True)]
+            assert torch.equal(parts[:blocks], torch.stack(blockwise))
+            assert torch.isnan(parts[blocks]).all()
             total = torch.full((n, hidden), torch.nan if first else 0.5)
-            triton_few.add_weight(parts, h, total, group, not first)
+            triton_few.add_weight(wide, h, total, not first, 3, shape)
             assert torch.equal(total, d.t() @ h + (0 if first else 0.5))
-        one = torch.full((tokens, 104), torch.nan)[:, :100]
-        one.copy_(d[:, :100])
-        root = torch.zeros(tokens, hidden)
-        triton_few.add_hidden([one], weight[:100], root, group, True)
-        assert torch.equal(root, d[:, :100] @ weight[:100])
+    # the fold goes from the left: 1 + 2**-24 + 2**-24 is 1, the other way round it is more
+    parts = torch.tensor([1.0, 2.0**-24, 2.0**-24])[:, None].expand(3, 5).contiguous()
+    root = torch.full((5,), torch.nan)
+    triton_few.fold_kernel[(1,)](parts, root, 5, 3, FIRST=True, BLOCK=16)
+    assert torch.equal(root, torch.ones(5))
+    assert not torch.equal(root, parts.flip(0)[0] + parts.flip(0)[1] + parts.flip(0)[2])
 
 
 def body_head():
@@ -187,11 +193,12 @@ def body_head():
     def both(leaves=1, keep=0):
         main.main_grad = torch.zeros_like(w)
         comm = SingleRank()
-        x, state, logits = linear_gpu.forward(h, main.data, targets, one, comm, 600, True, leaves, keep)
+        x, logp, state, logits = linear_gpu.forward(h, main.data, targets, one, comm, 600, True, leaves, keep)
         assert sum(t.numel() for kept in logits for t in kept.values()) <= keep // 4
         assert bool(keep >= 4 * ROWS * 600) == (sum(t.numel() for k in logits for t in k.values()) == ROWS * 600)
         dh, own = linear_gpu.backward(h, main, targets, one, state, g, d, comm, 600, leaves, True, True, logits)
         assert own is None
+        assert torch.equal(logp, ((x.double() - state[:, 0]) - state[:, 1]).float())
         return x, state, dh, main.main_grad
 
     # the interpreter's dot product has an order of its own
@@ -209,6 +216,14 @@ def body_head():
         assert all(torch.equal(a, b) for a, b in zip(both(keep=keep), want, strict=True))
     in_leaves = both(leaves=4)
     assert torch.equal(in_leaves[1], want[1])
+    gpu.FEW_TOKENS = 1024
+    for leaves in (1, 4):
+        gpu.FEW_BYTES = 160 << 20
+        few = both(leaves)
+        assert all((a - b).norm() / b.norm() < 1e-6 for a, b in zip(few[2:], want[2:], strict=True))
+        gpu.FEW_BYTES = 1
+        assert all(torch.equal(a, b) for a, b in zip(both(leaves), few, strict=True))
+    gpu.FEW_TOKENS = 0
     assert all(torch.equal(a, b) for a, b in zip(both(leaves=4, keep=4 * ROWS * 300), in_leaves, strict=True))
     gpu._choose, gpu.CHUNK_ELEMENTS = (lambda *a: ("materialised", None)), ROWS * 4096
     assert all(torch.equal(a, b) for a, b in zip(both(leaves=4), in_leaves, strict=True))
@@ -292,7 +307,7 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
     stats = {"logits": f} | limits | {"goal": n, "m": f, "s": n, "u": n, "T": i, "C": i, "stride": i, "first_tile": i}
     merge = {"m": f, "s": n, "u": n, "state": d, "T": i, "tiles": i, "stride_row": i, "stride_tile": i}
     sample = {"logits": f, "seeds": n, "positions": n} | limits | {"values": d, "ids_out": n, "V": i}
-    few = dict.fromkeys(("T", "N", "H", "stride_d", "stride_block"), i)
+    few = dict.fromkeys(("T", "N", "H", "stride_d"), i)
     jobs = [
         (
             triton_head.head_pointer_kernel,
@@ -322,13 +337,18 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
         ),
         (
             triton_few.hidden_kernel,
-            {"d": "*bf16", "weight": "*bf16", "root": f} | few | {"stride_w": i},
-            {"GROUP_N": 4096, "BLOCK_T": 64, "BLOCK_H": 64, "BLOCK_K": 64, "FIRST": False},
+            {"d": "*bf16", "weight": "*bf16", "out": f} | few | {"stride_w": i},
+            {"GROUP_N": 4096, "BLOCK_T": 64, "BLOCK_H": 64, "BLOCK_K": 64},
+        ),
+        (
+            triton_few.fold_kernel,
+            {"parts": f, "root": f, "size": i, "blocks": i},
+            {"FIRST": False, "BLOCK": 1024},
         ),
         (
             triton_few.weight_kernel,
             {"d": "*bf16", "hidden": "*bf16", "out": f} | few | {"stride_h": i},
-            {"GROUP_N": 4096, "BLOCK_N": 128, "BLOCK_H": 64, "BLOCK_K": 32, "ADD": True},
+            {"BLOCK_N": 128, "BLOCK_H": 64, "BLOCK_K": 32, "ADD": True},
         ),
     ]
     options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}

@@ -98,9 +98,10 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
         return torch.empty(0, dtype=torch.float32, device=device)
     # an empty batch still refuses a meaningless temperature
     one = torch.full((1,), float(temperature), dtype=torch.float32)
-    refuse_temperature(one)
+    value = float(one)
+    if not 0 < value < float("inf"):
+        refuse_temperature(one)
     if gpu:
-        value = float(one)
         return torch.full((0 if value == 1.0 else rows,), value, dtype=torch.float32, device=device)
     return one.expand(rows).contiguous()
 

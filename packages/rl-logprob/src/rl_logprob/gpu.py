@@ -4,7 +4,7 @@ Order and rounding are those of ``triton_head`` and ``triton_scores``. Whether l
 for a chunk of ids, and how many tokens go through at once, never shows in the bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -23,8 +23,10 @@ from rl_logprob.support import Support, SupportIds, key_of
 CHUNK_ELEMENTS = 1 << 25
 # bf16 gradients of logits in memory at once: 64 MiB, or one block of ids of one block of tokens
 GRADIENT_ELEMENTS = 1 << 25
-# up to so many tokens all blocks of ids go through one launch instead of a library call each
+# up to so many tokens many blocks of ids go through one launch instead of a library call each
 FEW_TOKENS = 1024
+# bytes that gradients of logits and chains of hidden's gradient take there
+FEW_BYTES = 160 << 20
 # below so many tokens computing logits again is quicker than keeping them
 KEEP_FROM_TOKENS = 4096
 # bytes of statistics in memory at once: they are merged into a row's state for as many tokens at a time as fit
@@ -71,9 +73,14 @@ def _processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+@cache
+def _launch(kernel: str, plan: str, phase: str) -> Launch:
+    return Launch("logprob", f"rl_logprob.{kernel}", plan, phase=phase)
+
+
 def record(kernel: str, plan: str = "-") -> None:
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    record_launch(Launch("logprob", f"rl_logprob.{kernel}", plan, phase="capture" if capturing else "eager"))
+    record_launch(_launch(kernel, plan, "capture" if capturing else "eager"))
 
 
 def ready(x: Tensor) -> Any:
@@ -212,24 +219,33 @@ def stats(
 
 
 def target_logits(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int, real: int
-) -> Tensor:
-    """x fp32 [T] of the targets this shard holds, 0 elsewhere."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int, real: int,
+    vocab_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    """x fp32 [T] of the targets this shard holds, 0 elsewhere; with ``vocab_size`` NaN for one that is no id."""
     k = ready(hidden)
     if not len(hidden) or not real:
         return torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)[:real]
     record("triton_head.target_logits")
-    return k.head.target_logits(hidden, weight, targets, temperature, first_id)
+    return k.head.target_logits(hidden, weight, targets, temperature, first_id, vocab_size)
+
+
+def selected(x: Tensor, state: Tensor) -> Tensor:
+    """x fp32 [T], state fp64 [T, 3] -> logp fp32 [T]."""
+    if not len(x):
+        return torch.empty_like(x)
+    record("triton_scores.selected")
+    return ready(x).scores.selected(x, state)
 
 
 def grad_logits(
     hidden: Tensor, weight: Tensor, temperature: Tensor, state: Tensor, targets: Tensor, dlogp: Tensor,
     dentropy: Tensor,
-    first_id: int, logits: Tensor | None = None, support: Support | None = None,
+    first_id: int, logits: Tensor | None = None, support: Support | None = None, *, apart: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """Gradient by the logits of hidden @ weight.T, ids from ``first_id``, rounded once to bf16: [T, ids of the block]
-    for every block of GPU_GRAD_BLOCK ids.
+    for every block of GPU_GRAD_BLOCK ids, or with ``apart`` False one [T, N].
 
     ``logits``: the product where the forward kept it, of one block at most.
     """
@@ -237,7 +253,7 @@ def grad_logits(
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
     tokens, n = len(hidden), len(weight)
     blocks = list(_slices(n, GPU_GRAD_BLOCK))
-    if len(blocks) > 1:
+    if apart and len(blocks) > 1:
         # every block lies alone, whole blocks of rows long
         shape: tuple[int, ...] = (len(blocks), -(-tokens // plans.MAX_BLOCK_M) * plans.MAX_BLOCK_M, GPU_GRAD_BLOCK)
         out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
@@ -282,14 +298,14 @@ def backward(
     rounded once to its type.
     """
     pending: list[Tensor] = []
+    hidden = _rows_contiguous(hidden)
+    fused = not kept and not isinstance(support, SupportIds) and _choose("gradient", hidden, weight)[1] is not None
+    few = fused and 0 < len(hidden) <= FEW_TOKENS and (weight_grad is None or weight_grad.is_contiguous())
     # how many blocks of ids go through at once: rows of the weight's gradient are independent
     group = 1
-    if not kept and not isinstance(support, SupportIds) and _choose("gradient", hidden, weight)[1] is not None:
+    if fused and not few:
         padded = -(-max(len(hidden), 1) // plans.MAX_BLOCK_M) * plans.MAX_BLOCK_M
         group = max(1, GRADIENT_ELEMENTS // (GPU_GRAD_BLOCK * padded))
-    hidden = _rows_contiguous(hidden)
-    small = len(hidden) <= FEW_TOKENS and (weight_grad is None or weight_grad.is_contiguous())
-    few = ready(hidden).few if small and group > 1 else None
     for leaf, begin in enumerate(range(0, len(weight), leaf_rows)):
         end = min(begin + leaf_rows, real)
         root = None
@@ -297,20 +313,21 @@ def backward(
             # a leaf of padding only is +0
             new = torch.zeros if begin >= end else torch.empty
             root = new(hidden.shape, dtype=torch.float32, device=hidden.device)
+        if few and begin < end:
+
+            def gradient(part: Tensor, first: int) -> Tensor:
+                given = (temperature, state, targets, dlogp, dentropy, first_id + first, None, support)
+                return grad_logits(hidden, part, *given, apart=False)[0]
+
+            sink = None if weight_grad is None else weight_grad[begin:end]
+            _few_backward(hidden, _rows_contiguous(weight[begin:end]), begin, gradient, root, sink, add)
+            end = begin
         for start in range(begin, end, group * GPU_GRAD_BLOCK):
             ids = slice(start, min(start + group * GPU_GRAD_BLOCK, end))
             dlogits = grad_logits(
                 hidden, weight[ids], temperature, state, targets, dlogp, dentropy, first_id + ids.start,
                 kept.pop(ids.start, None), support,
             )  # fmt: skip
-            if few is not None:
-                if root is not None:
-                    few.add_hidden(dlogits, _rows_contiguous(weight[ids]), root, GPU_GRAD_BLOCK, start == begin)
-                if weight_grad is not None:
-                    few.add_weight(dlogits, hidden, weight_grad[ids], GPU_GRAD_BLOCK, add)
-                record("triton_few")
-                del dlogits
-                continue
             blocks = [slice(start + b.start, start + b.stop) for b in _slices(ids.stop - start, GPU_GRAD_BLOCK)]
             if root is not None:
                 _add_chains([root] * len(blocks), dlogits, [weight[b] for b in blocks], "grad_input", start == begin)
@@ -331,6 +348,34 @@ def backward(
                 done //= 2
             pending.append(root)
     return pending[0] if pending else None
+
+
+def _few_backward(
+    hidden: Tensor, weight: Tensor, begin: int, gradient: Callable[[Tensor, int], Tensor], root: Tensor | None,
+    weight_grad: Tensor | None, add: bool,
+) -> None:  # fmt: skip
+    """``backward`` of one leaf's ids [N, H] for few tokens: as many blocks of ids at a time as fit in FEW_BYTES.
+
+    ``gradient``: that of the logits, from rows of the weight and the number of the first among this shard's.
+    """
+    few, (tokens, h) = ready(hidden).few, hidden.shape
+    blocks = -(-len(weight) // GPU_GRAD_BLOCK)
+    most = max(1, FEW_BYTES // (tokens * (2 * GPU_GRAD_BLOCK + (0 if root is None else 4 * h))))
+    # slices of one size, so that the last one is not short
+    group = -(-blocks // -(-blocks // most))
+    parts = None if root is None else torch.empty((group, tokens, h), dtype=torch.float32, device=hidden.device)
+    copies, processors = _copy_engine_may(hidden, weight), _processors(hidden.device.index or 0)
+    for ids in _slices(len(weight), group * GPU_GRAD_BLOCK):
+        part = weight[ids]
+        d = gradient(part, begin + ids.start)
+        if root is not None and parts is not None:
+            shape = few.hidden_shape(tokens, copies)
+            few.add_hidden(d, part, root, parts, GPU_GRAD_BLOCK, ids.start == 0, processors, shape)
+        if weight_grad is not None:
+            few.add_weight(d, hidden, weight_grad[ids], add, processors, few.weight_shape(tokens, copies))
+        record("triton_few", "tma" if copies else "pointer")
+        # the next gradient takes its place
+        del d
 
 
 def _add_chains(totals: list[Tensor], a: list[Tensor], b: list[Tensor], operation: str, first: bool) -> None:

@@ -217,7 +217,7 @@ class _LinearLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.temperature = None if isinstance(given_temperature, Tensor) else given_temperature
         if hidden.is_cuda:
-            x, state, ctx.logits = linear_gpu.forward(
+            x, logp, state, ctx.logits = linear_gpu.forward(
                 hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits,
                 support,
             )  # fmt: skip
@@ -229,15 +229,15 @@ class _LinearLogprob(torch.autograd.Function):
             state = ops.merge_tiles(m, s, u)
             if strict:
                 refuse_nonfinite(state)
-        logp = ops.selected(x, state)
+            logp = ops.selected(x, state)
         if hidden.is_cuda and strict:
             refuse_rows(logp, state, targets, temperature, vocab_size)
         elif support is not None and strict:
             refuse_empty(support, x, targets, state)
         ctx.save_for_backward(hidden, weight, targets, temperature, state)
         ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves, ctx.tokens = comm, vocab_size, vocab_tile, leaves, tokens
-        entropy = state[:, 2].float()
-        rescued = torch.zeros_like(targets, dtype=torch.bool)
+        entropy = state[:, 2].float() if with_entropy else logp.new_empty(0)
+        rescued = torch.zeros_like(targets if with_rescued else entropy, dtype=torch.bool)
         if support is not None and with_rescued:
             rescued = support.outside(x, targets)
         ctx.mark_non_differentiable(*(rescued,) if with_entropy else (entropy, rescued))

@@ -22,15 +22,14 @@ def _real_rows(rows: int, rank: int, vocab_size: int) -> int:
 def forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
     entropy: bool, leaves: int = 1, keep_logits: int = 0, support: Support | None = None,
-) -> tuple[Tensor, Tensor, list[gpu.Kept]]:  # fmt: skip
-    """x fp32 [T] of the targets, NaN for one outside the vocabulary; state fp64 [T, 3]; logits kept, by block of
-    tokens.
+) -> tuple[Tensor, Tensor, Tensor, list[gpu.Kept]]:  # fmt: skip
+    """x fp32 [T] of the targets, NaN for one outside the vocabulary; its log-probability fp32 [T]; state fp64 [T, 3];
+    logits kept, by block of tokens.
     """
     scores = gpu.ready(hidden).scores
     rows = weight.shape[0]
     real = _real_rows(rows, comm.rank, vocab_size)
-    x = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    state = torch.empty((len(hidden), 3), dtype=torch.float64, device=hidden.device)
+    xs, states = [], []
     # logits are kept for the blocks of tokens of the backward
     step = GPU_TOKEN_BLOCK if keep_logits else gpu.stats_rows(rows // GPU_TILE, entropy)
     if len(hidden) > step and not keep_logits:
@@ -50,14 +49,27 @@ def forward(
             )  # fmt: skip
         else:
             found = gpu.stats(h, weight, temp, real, entropy, first_id=first_id, targets=goal, support=own)
-        here = gpu.target_logits(h, weight, goal, temp, first_id, real)
-        if comm.world_size == 1:
-            state[part] = scores.merge(*found)
+        alone = comm.world_size == 1
+        here = gpu.target_logits(h, weight, goal, temp, first_id, real, vocab_size if alone else None)
+        if alone:
+            whole = scores.merge(*found)
         else:
-            here, state[part] = _exchange(here, found, comm, entropy)
+            # ranks' numbers are added, so a NaN has to wait until they are
+            here, whole = _exchange(here, found, comm, entropy)
+            here = torch.where((goal >= 0) & (goal < vocab_size), here, torch.nan)
         gpu.record("triton_scores.merge")
-        x[part] = here
-    return torch.where((targets >= 0) & (targets < vocab_size), x, torch.nan), state, logits
+        xs.append(here)
+        states.append(whole)
+        # the next slice's statistics take their place
+        del found
+    x, state = _joined(xs, hidden, (0,), torch.float32), _joined(states, hidden, (0, 3), torch.float64)
+    return x, gpu.selected(x, state), state, logits
+
+
+def _joined(parts: list[Tensor], like: Tensor, empty: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.empty(empty, dtype=dtype, device=like.device)
 
 
 def _part(temperature: Tensor, part: slice) -> Tensor:
@@ -100,7 +112,7 @@ def backward(
         # blocks of tokens are added in fp32, so more than one needs room for that; a trainer has main_grad
         add = len(blocks) > 1
         sink = torch.zeros_like(weight, dtype=torch.float32 if add else weight.dtype)
-    dhidden = torch.empty_like(hidden) if needs_hidden else None
+    dhidden = torch.empty_like(hidden) if needs_hidden and len(blocks) != 1 else None
     for i, begin in enumerate(blocks):
         part = slice(begin, min(begin + GPU_TOKEN_BLOCK, len(hidden)))
         root = gpu.backward(
@@ -111,7 +123,9 @@ def backward(
             weight_grad=sink, add=add, kept=logits[i] if logits else {},
             support=None if support is None else support[part],
         )  # fmt: skip
-        if dhidden is not None and root is not None:
+        if root is not None and len(blocks) == 1:
+            dhidden = comm.all_reduce(root, out_dtype=hidden.dtype)
+        elif dhidden is not None and root is not None:
             dhidden[part] = comm.all_reduce(root, out_dtype=hidden.dtype)
         # the next block's root takes its place
         del root

@@ -204,17 +204,18 @@ def head_pointer_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "first_id"])
+@triton.jit(do_not_specialize=["M", "first_id", "vocab_size"])
 def target_logit_kernel(
-    a, b, temperature, targets, out, M, N, K, first_id, stride_am, stride_bn,
+    a, b, temperature, targets, out, M, N, K, first_id, vocab_size, stride_am, stride_bn,
     BLOCK_K: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = x of row t's target where this shard holds it, else 0: the diagonal of 16 rows times their 16 target
-    rows.
+    """out[t] = x of row t's target where this shard holds it, else 0, or NaN for one outside a vocabulary of
+    ``vocab_size`` ids, unless that is 0: the diagonal of 16 rows times their 16 target rows.
     """
     rows = tl.program_id(0) * 16 + tl.arange(0, 16)
     row_mask = rows < M
     at = tl.load(targets + rows, mask=row_mask, other=-1).to(tl.int64) - first_id
+    outside = (vocab_size > 0) & ((at + first_id < 0) | (at + first_id >= vocab_size))
     here = row_mask & (at >= 0) & (at < N)
     at = tl.where(here, at, 0)
     ks = tl.arange(0, BLOCK_K)
@@ -229,7 +230,7 @@ def target_logit_kernel(
     diagonal = tl.arange(0, 16)[:, None] == tl.arange(0, 16)[None, :]
     logit = tl.sum(tl.where(diagonal, acc, 0.0), 1)
     x = scaled(logit, row_temperature(temperature, rows, row_mask, UNIT), UNIT)
-    tl.store(out + rows, tl.where(here, x, 0.0), mask=row_mask)
+    tl.store(out + rows, tl.where(outside, float("nan"), tl.where(here, x, 0.0)), mask=row_mask)
 
 
 def launch(
@@ -278,12 +279,14 @@ def launch(
     )
 
 
-def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int) -> Tensor:
-    """x fp32 [T] of targets among ids first_id .. first_id + N - 1, 0 elsewhere."""
+def target_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int, vocab_size: int | None = None
+) -> Tensor:
+    """x fp32 [T] of targets among ids first_id .. first_id + N - 1, 0 elsewhere; NaN beyond ``vocab_size`` if given."""
     out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     target_logit_kernel[(triton.cdiv(len(hidden), 16),)](
-        hidden, weight, temperature, targets, out, len(hidden), *weight.shape, first_id, hidden.stride(0),
-        weight.stride(0),
+        hidden, weight, temperature, targets, out, len(hidden), *weight.shape, first_id, vocab_size or 0,
+        hidden.stride(0), weight.stride(0),
         BLOCK_K=128, UNIT=temperature.numel() == 0, num_warps=1, num_stages=4, enable_fp_fusion=False, **_PINNED,
     )  # fmt: skip
     return out
