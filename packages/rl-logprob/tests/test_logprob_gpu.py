@@ -245,6 +245,22 @@ def test_kept_logits_change_time_and_memory_only():
             assert bool(kept) == (room > 4)
 
 
+def test_kept_logits_of_one_library_call_change_time_and_memory_only(monkeypatch):
+    h, w, targets = make(300, 1024, V, padded=155648)
+    g = torch.randn(2, 300, device="cuda")
+    kw = {"vocab_size": V, "g": g, "leaves": 2, "main": True}
+    want = grads(h, w, targets, **kw)
+    certified = gpu._library_takes(h, V)
+    for takes in (True, False):
+        monkeypatch.setattr(gpu, "_library_takes", lambda *a, takes=takes: takes)
+        reset_launches()
+        got = grads(h, w, targets, keep_logits=4 * 300 * V, **kw)
+        assert all(same(a, b) for a, b in zip(got, want))
+        assert any(r["plan"] == "kept" for r in launches())
+    if not certified:
+        pytest.skip("no certificate for this machine's library")
+
+
 def test_a_wrong_order_shows(monkeypatch):
     h, w, targets = make(300, 512, 20000, padded=lp.padded_vocab_size(20000))
     g = torch.randn(2, 300, device="cuda")

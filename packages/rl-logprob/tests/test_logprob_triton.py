@@ -216,6 +216,11 @@ def body_head():
         assert all(torch.equal(a, b) for a, b in zip(both(keep=keep), want, strict=True))
     in_leaves = both(leaves=4)
     assert torch.equal(in_leaves[1], want[1])
+    by_block, gpu._library_takes = gpu._library_takes, lambda *a: True
+    for keep in (4 * ROWS * 600, 4 * ROWS * 300):
+        assert all(torch.equal(a, b) for a, b in zip(both(keep=keep), want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(both(leaves=4, keep=keep), in_leaves, strict=True))
+    gpu._library_takes = by_block
     gpu.FEW_TOKENS = 1024
     for leaves in (1, 4):
         gpu.FEW_BYTES = 160 << 20

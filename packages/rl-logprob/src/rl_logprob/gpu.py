@@ -190,7 +190,15 @@ def stats(
         return found
     limits = _limits(support, targets, first_id)
     done = 0
-    for ids in id_blocks(len(weight), real, leaf_rows) if kept is not None else ():
+    blocks = list(id_blocks(len(weight), real, leaf_rows)) if kept is not None else []
+    if kept is not None and 4 * len(hidden) * real <= keep_bytes and _library_takes(hidden, real):
+        # all of them at once: two launches instead of two a block, which a busy host cannot issue in time
+        logits = _logits(hidden, weight[:real], first_id, support, targets)
+        k.scores.tile_stats(logits, temperature, real, found, 0, limits)
+        kept.update((ids.start, logits[:, ids]) for ids in blocks)
+        record("triton_scores.tile_stats", "kept")
+        return found
+    for ids in blocks:
         keep_bytes -= 4 * len(hidden) * (ids.stop - ids.start)
         if kept is None or keep_bytes < 0:
             break
@@ -426,6 +434,13 @@ def _library_adds(total: Tensor, a: Tensor, b: Tensor, operation: str) -> bool:
         return False
     key, rows = (b.shape, len(a)) if operation == "grad_input" else ((len(a), b.shape[1]), len(b))
     return _certified(a.device.index or 0, operation, key[0], key[1], rows)
+
+
+def _library_takes(hidden: Tensor, ids: int) -> bool:
+    """Whether the library is certified for the logits of so many ids in one call."""
+    if not hidden.is_cuda or torch.version.hip is not None:
+        return False
+    return _certified(hidden.device.index or 0, "forward", ids, hidden.shape[1], len(hidden))
 
 
 @cache
