@@ -386,6 +386,17 @@ def test_report_of_a_gpu_engine_counts_replays(profile):
         client.assert_strict(engine_with({**report, "launches": [*rows, more]}), profile)
 
 
+def test_report_of_a_gpu_engine_counts_joined_norms_twice(profile):
+    report = good_report(profile)
+    rows = [r for r in report["launches"] if r["boundary"] != "norm"]
+    # 3 forward passes of 2 layers: the norms of queries and keys are one launch, and 15 others remain
+    fused = {"boundary": "norm", "kernel": "rl_attn.triton_rotary.norm_rotary_write", "phase": "replay", "count": 6}
+    rows += [fused, {"boundary": "norm", "kernel": "rl_norm.triton.forward", "phase": "replay", "count": 15}]
+    assert client.assert_strict(engine_with({**report, "launches": rows}), profile)
+    with pytest.raises(ContractError, match="norm was launched 29 times"):
+        client.assert_strict(engine_with({**report, "launches": [*rows, {**fused, "count": 1}]}), profile)
+
+
 def test_report_of_a_worker_without_the_plugin_is_missing_support(profile):
     def rpc(*_, **__):
         raise AttributeError("'CPUWorker' object has no attribute 'rl_report'")

@@ -35,6 +35,8 @@ class StrictAttentionMetadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor | None
 
 
 class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
@@ -48,8 +50,9 @@ class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
         if m.causal is not True:
             raise ContractError(f"attention with causal={m.causal!r} is not supported; supported: causal=True")
         return StrictAttentionMetadata(
-            m.num_actual_tokens, m.max_query_len, m.query_start_loc, m.seq_lens, m.block_table_tensor
-        )
+            m.num_actual_tokens, m.max_query_len, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.slot_mapping,
+            getattr(m, "positions", None),
+        )  # fmt: skip
 
 
 class StrictCPUBackend(AttentionBackend):
@@ -143,6 +146,12 @@ class StrictAttentionImpl(AttentionImpl):
         T = slot_mapping.shape[0]
         rl_attn.write_paged(self._cache(kv_cache), key[:T], value[:T], slot_mapping)
 
+    def _queries(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: rl_attn.PagedKV, m: StrictAttentionMetadata
+    ) -> torch.Tensor:
+        """q for attention. Its keys and values are in the cache: vLLM has called ``do_kv_cache_update``."""
+        return q
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -162,9 +171,10 @@ class StrictAttentionImpl(AttentionImpl):
             return output.zero_()
         T = attn_metadata.num_actual_tokens
         settings = self.strict.profile.settings
+        cache = self._cache(kv_cache)
         rl_attn.attention_paged(
-            query[:T],
-            self._cache(kv_cache),
+            self._queries(query[:T], key[:T], value[:T], cache, attn_metadata),
+            cache,
             query_start_loc=attn_metadata.query_start_loc,
             seq_lens=attn_metadata.seq_lens,
             block_table=attn_metadata.block_table,

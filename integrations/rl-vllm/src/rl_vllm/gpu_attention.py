@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 
+import rl_attn
+from rl_contract import ContractError
 from rl_vllm.attention import StrictAttentionImpl, StrictAttentionMetadata, StrictMetadataBuilder
+from rl_vllm.fusing import Before
 
 # vLLM up to 0.24 asks the backend for the shape of the cache, later ones offer layouts to choose from
 SPLIT = hasattr(AttentionBackend, "get_kv_cache_shape")
@@ -29,6 +32,18 @@ class StrictGPUMetadataBuilder(StrictMetadataBuilder):
 
 class StrictGPUAttentionImpl(StrictAttentionImpl):
     layout = "vllm_split" if SPLIT else "vllm_cpu"
+    # set once the model stands, where its layers are joined; see ``fusing``
+    before: Before | None = None
+
+    def _queries(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: rl_attn.PagedKV, m: StrictAttentionMetadata
+    ) -> torch.Tensor:
+        if self.before is None:
+            return q
+        if m.positions is None:
+            raise ContractError("vLLM gave no positions; start the engine with additional_config={'rl_fused': False}")
+        T = q.shape[0]
+        return self.before(q, k, v, m.positions[:T], cache, m.slot_mapping[:T])
 
 
 class StrictGPUBackend(AttentionBackend):
@@ -72,3 +87,9 @@ class StrictGPUBackend(AttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
+
+
+class FusedGPUBackend(StrictGPUBackend):
+    """Of attentions that ``fusing`` has joined: they write their keys and values themselves."""
+
+    forward_includes_kv_cache_update: bool = True

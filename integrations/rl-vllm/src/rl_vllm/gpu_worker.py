@@ -85,9 +85,12 @@ class AuditGPUWorker(ReportingGPUWorker):
 class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
     """Builds the model out of strict layers and the sampler out of strict log-probabilities."""
 
-    def _install_sampler(self) -> None:
+    def _complete(self) -> None:
+        from rl_vllm import fusing
         from rl_vllm.gpu_sampling import install
 
+        if fusing.decided(self.vllm_config):
+            fusing.fuse(self.model_runner.get_model())
         self._v2 = bool(getattr(self, "use_v2_model_runner", False))
         self._draws = install(self.strict.profile, self.model_runner, self._v2)
 

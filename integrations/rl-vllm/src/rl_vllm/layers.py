@@ -107,6 +107,9 @@ class StrictVocabParallelEmbedding(VocabParallelEmbedding):
 
 
 class StrictRMSNorm(RMSNorm):
+    # the attention does it, see ``fusing``
+    hands_on = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.strict = active()
@@ -115,6 +118,8 @@ class StrictRMSNorm(RMSNorm):
     def forward_native(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if self.hands_on:
+            return x
         return rl_norm.rms_norm(x, self.weight.data, self.variance_epsilon, residual=residual)
 
     forward_cpu = forward_cuda = forward_hip = forward_native
@@ -134,6 +139,9 @@ class StrictSiluAndMul(SiluAndMul):
 class _StrictRotary:
     """cos and sin come from the profile, in fp32; vLLM's own table, in the model's type, is never built."""
 
+    # the attention does it, see ``fusing``
+    hands_on = False
+
     def _use_profile(self, head_size: int, max_positions: int) -> None:
         self.strict = active()
         rope = self.strict.profile.settings.rope
@@ -152,6 +160,8 @@ class _StrictRotary:
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert key is not None
+        if self.hands_on:
+            return query, key
         cos: torch.Tensor = self.rl_cos  # type: ignore[attr-defined]
         sin: torch.Tensor = self.rl_sin  # type: ignore[attr-defined]
         if cos.dtype != torch.float32:

@@ -50,6 +50,7 @@ def _wrap_engine_args() -> None:
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from rl_vllm import platform
         from rl_vllm.arguments import settle
         from rl_vllm.config import carried
         from rl_vllm.preflight import check_engine
@@ -69,6 +70,10 @@ def _wrap_engine_args() -> None:
             raise
         hf_config = vllm_config.model_config.hf_config
         check_engine(profile, hf_config, self.tensor_parallel_size, vllm_config=vllm_config, found=found)
+        if platform.current() is platform.CUDA:
+            from rl_vllm.fusing import decide
+
+            decide(vllm_config)
         return vllm_config
 
     create_engine_config._rl_vllm = True  # type: ignore[attr-defined]

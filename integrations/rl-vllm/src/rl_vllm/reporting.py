@@ -193,7 +193,7 @@ class StrictLoading:
         with building(self.strict):
             super().load_model(**kwargs)  # type: ignore[misc]
         self._check_loaded()
-        self._install_sampler()
+        self._complete()
 
     def _check_loaded(self) -> None:
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ class StrictLoading:
                 "the checkpoint lacks these tensors or holds such values; give a complete, finite checkpoint"
             )
 
-    def _install_sampler(self) -> None:
+    def _complete(self) -> None:
         raise NotImplementedError
 
 

@@ -43,7 +43,7 @@ class AuditCPUWorker(ReportingCPUWorker):
 class StrictCPUWorker(StrictLoading, ReportingCPUWorker):
     """Builds the model out of strict layers and the sampler out of strict log-probabilities."""
 
-    def _install_sampler(self) -> None:
+    def _complete(self) -> None:
         from rl_vllm.sampling import StrictSampler
 
         self.model_runner.sampler = StrictSampler(self.strict.profile, self.model_runner)

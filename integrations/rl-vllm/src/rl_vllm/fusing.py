@@ -1,0 +1,89 @@
+"""q/k norm, rotation and cache write of a layer as one operator, run where vLLM runs its attention.
+
+vLLM's decoder layers call the norms, the rotation and the attention one after the other. Once a model stands, the first
+three hand their input on and the attention does their work, in which alone the cache is known. Same bits, one launch
+instead of seven. Every attention of the model is joined, or none.
+
+``additional_config={"rl_fused": False}`` keeps them apart. The decision stands in the engine's configuration, by which
+vLLM names its compiled graphs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import rl_attn
+from rl_contract import MissingSupport
+
+KEY = "rl_fused"
+
+
+def decide(vllm_config: Any) -> bool:
+    """Write into the configuration whether layers are joined: where nobody forbids it and all that takes is there."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    there = hasattr(rl_attn, "norm_rotary_write") and "positions" in CommonAttentionMetadata.__dataclass_fields__
+    wanted = bool(vllm_config.additional_config.get(KEY, True)) and there
+    vllm_config.additional_config[KEY] = wanted
+    return wanted
+
+
+def decided(vllm_config: Any) -> bool:
+    """What ``decide`` has written."""
+    return bool(vllm_config.additional_config.get(KEY, False))
+
+
+@dataclass(frozen=True)
+class Before:
+    """What an attention does first.
+
+    Attributes:
+        rotary: the layer's strict rotary embedding, which holds cos and sin.
+        q_norm, k_norm: its strict norms, or None for a model without.
+    """
+
+    rotary: Any
+    q_norm: Any = None
+    k_norm: Any = None
+
+    def __call__(self, q: Any, k: Any, v: Any, positions: Any, cache: Any, slot_mapping: Any) -> Any:
+        """q [T, Hq, D], k and v [T, Hkv, D] as the projection left them -> q for attention; k and v at their slots."""
+        table = rl_attn.RopeTable(self.rotary.rl_cos, self.rotary.rl_sin)
+        norms = {}
+        if self.q_norm is not None:
+            norms = {
+                "q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.variance_epsilon
+            }  # fmt: skip
+        return rl_attn.norm_rotary_write(q, k, v, positions, table, cache, slot_mapping, **norms)
+
+
+def fuse(model: Any) -> int:
+    """Join the three operators in front of every attention of ``model``; returns how many attentions were joined.
+
+    Raises:
+        MissingSupport: a layer around an attention is not one of those known here.
+    """
+    from rl_vllm.gpu_attention import FusedGPUBackend
+    from rl_vllm.layers import StrictRMSNorm, _StrictRotary
+
+    owners = [m for m in model.modules() if type(getattr(m, "attn", None)).__name__ == "Attention"]
+    joined: list[tuple[Any, Before]] = []
+    for owner in owners:
+        norms = tuple(getattr(owner, name, None) for name in ("q_norm", "k_norm"))
+        rotary = getattr(owner, "rotary_emb", None)
+        strict = isinstance(rotary, _StrictRotary) and all(n is None or isinstance(n, StrictRMSNorm) for n in norms)
+        if not strict or (norms[0] is None) != (norms[1] is None):
+            raise MissingSupport(
+                f"{type(owner).__name__} has no strict rotary_emb, or other norms of queries and keys than q_norm and "
+                "k_norm; supported: Qwen3 and Llama as vLLM builds them"
+            )
+        if norms[0] is not None and norms[0].variance_epsilon != getattr(norms[1], "variance_epsilon", None):
+            raise MissingSupport("q_norm and k_norm with different eps are not supported")
+        joined.append((owner.attn, Before(rotary, *norms)))
+    for attention, before in joined:
+        attention.impl.before = before
+        # vLLM asks each layer's backend whether it has to write the cache itself
+        attention.attn_backend = FusedGPUBackend
+        for module in (before.rotary, before.q_norm, before.k_norm):
+            if module is not None:
+                module.hands_on = True
+    return len(joined)
