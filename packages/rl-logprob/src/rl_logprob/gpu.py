@@ -23,8 +23,8 @@ from rl_logprob.support import Support, SupportIds, key_of
 CHUNK_ELEMENTS = 1 << 25
 # bf16 gradients of logits in memory at once: 64 MiB, or one block of ids of one block of tokens
 GRADIENT_ELEMENTS = 1 << 25
-# up to so many tokens many blocks of ids go through one launch instead of a library call each
-FEW_TOKENS = 1024
+# up to so many tokens many blocks of ids go through one launch instead of a library call each, which a host issues late
+FEW_TOKENS = 768
 # bytes that gradients of logits and chains of hidden's gradient take there
 FEW_BYTES = 160 << 20
 # below so many tokens computing logits again is quicker than keeping them

@@ -36,7 +36,9 @@ def hidden_shape(tokens: int, copy_engine: bool) -> Shape:
     rows = 64 if tokens <= 64 else 128
     if not copy_engine:
         return Shape(rows=rows, columns=64, depth=64, warps=4 if rows == 64 else 8, stages=2 if _HIP else 3)
-    return Shape(rows=rows, columns=128, depth=64, warps=4, stages=3, per_sm=2, slices=8)
+    if rows == 64:
+        return Shape(rows=64, columns=128, depth=64, warps=4, stages=4, per_sm=2, slices=4)
+    return Shape(rows=128, columns=256, depth=64, warps=8, stages=3, per_sm=1, slices=8)
 
 
 def weight_shape(tokens: int, copy_engine: bool) -> Shape:
@@ -44,7 +46,10 @@ def weight_shape(tokens: int, copy_engine: bool) -> Shape:
     depth = 64 if tokens > 32 else 32
     if not copy_engine:
         return Shape(rows=128, columns=128, depth=depth, warps=8, stages=2 if _HIP else 3)
-    return Shape(rows=128, columns=128, depth=depth, warps=4, stages=3, per_sm=2, slices=8)
+    if tokens <= 512:
+        # what is written counts: small blocks, of which one writes while another one loads
+        return Shape(rows=64, columns=128, depth=depth, warps=4, stages=3, per_sm=2, slices=2)
+    return Shape(rows=128, columns=128, depth=depth, warps=8, stages=3, per_sm=1, slices=4)
 
 
 @triton.jit
