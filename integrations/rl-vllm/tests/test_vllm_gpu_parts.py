@@ -1,6 +1,7 @@
 """Parts of a GPU engine that can be shown without one: samplers, attention, launches of graphs, preflight."""
 
 import gc
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -279,3 +280,15 @@ def test_pages_that_the_attention_library_is_not_certified_for_are_refused(page,
     model = SimpleNamespace(get_head_size=lambda: 128)
     found = preflight._attention(build_profile("tiny", settings), platform.CUDA, model, page)
     assert found == [] if fits else f"block_size={page}: nosplit got pages of {page} tokens" in found[0]
+
+
+def test_strict_kernels_are_compiled_once_for_all_engines(monkeypatch, tmp_path):
+    # vLLM and Inductor move Triton's directory below the cache of one configuration only where nobody has set it
+    from rl_vllm.gpu_worker import share_kernel_cache
+
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path / "default"))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert share_kernel_cache() == os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "default")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
+    assert share_kernel_cache() == os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "mine")

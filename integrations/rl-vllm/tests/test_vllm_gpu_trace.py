@@ -40,10 +40,12 @@ def graph_trace(*kernels):
 
 
 def test_trace_counts_what_ran_inside_the_model():
-    found, replay = trace.check([eager_trace(), graph_trace("gemm_kernel", "nvjet_tst_128x64")], ["gemm_kernel"])
+    graph = graph_trace("gemm_kernel", "nvjet_tst_128x64", "memcpy32_post")
+    found, replay = trace.check([eager_trace(), graph], ["gemm_kernel"])
     assert dict(found.ours) == {"gemm_kernel": 1, "nvjet_tst_128x64": 1}
     assert found.library == {"nvjet_tst_128x64"}
     assert dict(found.moves) == {"triton_poi_fused_clone_view_3": 1}
+    assert dict(replay.moves) == {"memcpy32_post": 1}
     assert (found.steps, found.graphs, replay.graphs) == (1, 0, 1)
 
 

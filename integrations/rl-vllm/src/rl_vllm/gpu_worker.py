@@ -1,5 +1,6 @@
 """vLLM's GPU worker with a strict model inside: CUDA graphs counted, sleep and wake guarded, both model runners."""
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,17 @@ from rl_contract import ContractError
 from rl_vllm import graphs
 from rl_vllm.generators import make_seed_holders
 from rl_vllm.reporting import Reporting, StrictLoading
+
+
+def share_kernel_cache() -> str:
+    """Where Triton keeps compiled kernels: the user's directory, whatever is compiled around them.
+
+    Inductor moves it below vLLM's cache of one model and one configuration unless it is set, and then every strict
+    kernel, the same for every engine and for the trainer, would be compiled again for each.
+    """
+    from triton import knobs
+
+    return os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 class ReportingGPUWorker(Reporting, Worker):
@@ -84,6 +96,10 @@ class AuditGPUWorker(ReportingGPUWorker):
 
 class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
     """Builds the model out of strict layers and the sampler out of strict log-probabilities."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        share_kernel_cache()
+        super().load_model(**kwargs)
 
     def _complete(self) -> None:
         from rl_vllm import fusing

@@ -25,7 +25,7 @@ _OURS = tuple(f"{package}::" for package in PACKAGES)
 _DEFINITION = re.compile(r"^@(?:triton|gluon)\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+)", re.MULTILINE)
 # kernels of PyTorch and the driver that move bytes and compute nothing
 _MOVES = re.compile(
-    r"Mem(cpy|set)|direct_copy_kernel|CatArrayBatchedCopy|FillFunctor|index_elementwise_kernel.*index_(kernel|copy)"
+    r"[Mm]em(cpy|set)|direct_copy_kernel|CatArrayBatchedCopy|FillFunctor|index_elementwise_kernel.*index_(kernel|copy)"
     r"|ncclDevKernel_(AllGather|Broadcast|SendRecv)|vectorized_gather_kernel|indexSelect(Small|Large)Index|gpu_index_kernel|arange"
 )
 # Inductor names a kernel by the operators in it
