@@ -283,3 +283,11 @@ def test_decode_keeps_one_arms_figures_where_the_other_fails(parts, tmp_path, fa
     ratio = found.get("strict TP2 decode of native at batch 64 >= 0.95")
     assert (ratio, found["errors"]) == ((0.909, []) if failing == "nobody" else (None, ["strict: status 1"]))
     assert ("no engine" in found.get("log of strict", "")) == (failing == "strict")
+
+
+def test_engines_stay_on_the_gpus_that_were_shown(parts, monkeypatch):
+    module = parts("two_gpu_parts.engines")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert module.shown("0,1") == "0,1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    assert [module.shown(gpus) for gpus in ("0", "1", "0,1")] == ["2", "3", "2,3"]

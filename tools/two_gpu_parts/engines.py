@@ -42,7 +42,7 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
     for name in wanted:
         tp, eager, gpus = ENGINES[name]
         asked = {"name": name, "model": model, "tp": tp, "eager": eager, "device": device, "out": str(root / name)}
-        on_gpu = {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if device == "cuda" else {}
+        on_gpu = {"CUDA_VISIBLE_DEVICES": shown(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if device == "cuda" else {}
         command = [*settings.get("program", PROGRAM), json.dumps(asked)]
         jobs.append(Job(name=name, command=command, log=root / f"{name}.log", limit=1e9, environment=on_gpu))
     answers: dict[str, Any] = {}
@@ -59,6 +59,12 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
             answers[job.name] = answer["answers"]
         yield {job.name: found, "errors": errors}
     yield {**compared(answers, errors), "errors": errors}
+
+
+def shown(gpus: str) -> str:
+    """``gpus`` counts among the GPUs that this process was shown."""
+    mine = [x.strip() for x in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")]
+    return ",".join(mine[int(gpu)] for gpu in gpus.split(","))
 
 
 def compared(answers: dict[str, Any], errors: list[str]) -> dict[str, Any]:
