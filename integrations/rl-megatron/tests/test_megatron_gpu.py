@@ -217,21 +217,20 @@ def test_adamw_kernel_is_the_cpu_sequence(gpu: None) -> None:
         assert torch.equal(bits(want.master.bfloat16()), bits(got.parameter.cpu()))
 
 
-def test_gradient_norm_is_near_fp64_and_its_leaves_do_not_see_the_shard(gpu: None) -> None:
+@pytest.mark.parametrize("offset", [0, 1])
+def test_layout_a_leaf_has_one_sum_of_squares_in_every_shard(gpu: None, tiny: Any, offset: int) -> None:
     from rl_megatron import triton_optimizer
 
-    grad = torch.randn(4096, 3072, device="cuda") * 10.0 ** torch.randint(-6, 3, (4096, 1), device="cuda")
-    for dim, fused in ((0, 1), (0, 2), (1, 1)):
-        whole = torch.empty(8, dtype=torch.float64, device="cuda")
-        triton_optimizer.square_sums(grad, whole, dim, fused)
-        torch.testing.assert_close(whole.sum(), grad.double().square().sum(), rtol=1e-12, atol=0)
-        for t in (1, 2, 4, 8):
-            halves = [h.chunk(t, dim) for h in grad.chunk(fused, dim)]
-            shards = [torch.cat(parts, dim).contiguous() for parts in zip(*halves)]
-            mine = torch.empty(t, 8 // t, dtype=torch.float64, device="cuda")
-            for shard, out in zip(shards, mine):
-                triton_optimizer.square_sums(shard, out, dim, fused)
-            assert torch.equal(mine.flatten(), whole), (dim, fused, t)
+    order = tiny.load("square_order")
+    # leaves of one block and of a thousand, of sizes that 16 divides and odd ones: a load's width follows from them
+    sizes = ((48, 1024), (176, 3 * 16), (1040, 8 * 13), (272, 8 * 1001), (4096, 3072))
+    for name, grad in order.gradients(sizes, 3, "cuda", offset):
+        order.check(triton_optimizer.square_sums, name, grad, 8)
+    many = torch.randn(1, 9_000_001, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    out = torch.empty(1, dtype=torch.float64, device="cuda")
+    triton_optimizer.square_sums(many, out, None, 1)
+    assert torch.equal(out[0], order.written_out(many))
+    assert not torch.equal(out[0], order.written_out(many.flip(1))), "another order must show"
 
 
 def test_token_rows_are_added_in_packed_order(gpu: None) -> None:

@@ -1,8 +1,10 @@
 """The trainer's GPU kernels without a GPU: they compile, and the interpreter gives the bits of the CPU's sequences."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 
 TARGETS = {"sm90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 INTERPRETED = """
+import importlib
 import math
+import sys
 import torch
 from rl_megatron import triton_optimizer, triton_rows
 from rl_megatron.optimizer import _adamw, _State
@@ -53,26 +57,20 @@ for rows, width, tokens in ((11, 40, 300), (5, 1500, 9), (3, 8, 0)):
     triton_rows.add_rows(got, ids, grad)
     assert torch.equal(want, got), (rows, width)
 
-grad = torch.randn(96, 320, generator=g)
-for dim, fused in ((0, 1), (0, 2), (1, 1)):
-    whole = torch.empty(8, dtype=torch.float64)
-    triton_optimizer.square_sums(grad, whole, dim, fused)
-    torch.testing.assert_close(whole.sum(), grad.double().square().sum(), rtol=1e-12, atol=0)
-    for t in (1, 2, 4, 8):
-        if dim == 0:
-            shards = [torch.cat(parts) for parts in zip(*(h.chunk(t) for h in grad.chunk(fused)))]
-        else:
-            shards = [p.contiguous() for p in grad.chunk(t, 1)]
-        mine = [torch.empty(8 // t, dtype=torch.float64) for _ in shards]
-        for shard, out in zip(shards, mine):
-            triton_optimizer.square_sums(shard, out, dim, fused)
-        assert torch.equal(torch.cat(mine), whole), (dim, fused, t)
+order = importlib.import_module("square_order")
+for name, grad in order.gradients(((80, 8 * 13), (16, 8 * 1001)), 1, "cpu"):
+    order.check(triton_optimizer.square_sums, name, grad, 4)
 print("equal")
 """
 
 
 def build(
-    function: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], arch: str
+    function: Any,
+    pointers: dict[str, str],
+    scalars: dict[str, str],
+    constants: dict[str, Any],
+    arch: str,
+    aligned: tuple[str, ...] = (),
 ) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -83,7 +81,7 @@ def build(
         fn=function,
         signature={n: types.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): v for n, v in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in pointers},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in (*pointers, *aligned)},
     )
     return triton.compile(source, target=GPUTarget(*TARGETS[arch]), options={"enable_fp_fusion": False})
 
@@ -105,7 +103,7 @@ def test_kernels_compile_and_contract_nothing(arch: str) -> None:
         triton_optimizer.squares_kernel,
         {"grad": "*fp32", "sums": "*fp64"},
         dict.fromkeys(("length", "section", "section_stride", "columns", "row_stride", "leaf_stride", "blocks"), "i32"),
-        {"STRIDED": True, "NARROW": True, "BLOCK": 8192},
+        {"STRIDED": True, "NARROW": True, "BLOCK": 8192, "LANES": 1024},
         arch,
     )
     rows = build(
@@ -124,9 +122,42 @@ def test_kernels_compile_and_contract_nothing(arch: str) -> None:
             assert "fma.rn.f64" not in built.asm["ptx"]
 
 
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("strided", [False, True])
+def test_layout_squares_are_joined_two_at_a_time(arch: str, strided: bool) -> None:
+    """How registers hold what a load brings follows from the shard's sizes; a sum of two does not see it."""
+    from rl_megatron import triton_optimizer
+
+    sizes = ("length", "section", "section_stride", "columns", "row_stride", "leaf_stride", "blocks")
+    constants = {"STRIDED": strided, "NARROW": True, "BLOCK": 8192, "LANES": 1024}
+    pointers = {"grad": "*fp32", "sums": "*fp64"}
+    for aligned in (False, True):
+        built = build(
+            triton_optimizer.squares_kernel, pointers, dict.fromkeys(sizes, "i32"), constants, arch,
+            sizes if aligned else (),
+        )  # fmt: skip
+        assert reduced(built) == [2] * 10, aligned
+    fold = build(
+        triton_optimizer.fold_kernel, {"sums": "*fp64", "out": "*fp64"}, {"blocks": "i32"}, {"LANES": 1024}, arch
+    )
+    assert reduced(fold) == [2] * 10
+
+
+def reduced(built: Any) -> list[int]:
+    """How many elements each of a kernel's reductions joins."""
+    text = built.asm["ttgir"]
+    shapes = re.findall(r"\}\) : \(tensor<((?:\d+x)+)f64", text)
+    assert len(shapes) == text.count('"tt.reduce"(')
+    return [int(shape.split("x")[-2]) for shape in shapes]
+
+
 def test_interpreted_kernels_have_the_bits_of_the_cpu() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERPRETED], env=environment, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
     )
     assert done.stdout.strip() == "equal", done.stderr[-3000:]

@@ -1,8 +1,10 @@
 """StrictOptimizer on a GPU: one pass a parameter for AdamW, and squares summed in an order that sizes alone decide.
 
 AdamW is the CPU's sequence: every multiplication, addition, IEEE division and square root is rounded by itself, none
-contracted, so that both devices have the same bits. Squares are exact in fp64; blocks of BLOCK elements of a leaf, in
-the leaf's own order, are summed by one program each with a pinned launch shape, then a leaf's blocks by one program.
+contracted, so that both devices have the same bits. Squares are exact in fp64; a program sums a block of BLOCK elements
+of a leaf in the leaf's own order: lane j adds elements j, j + LANES, ... in turn, then neighbouring lanes are joined,
+then neighbours of the results. A leaf's blocks are summed likewise. Every step is written out: a reduction over many
+elements would add as the registers hold them, and how they do follows from how the shard lies in memory.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,16 @@ from torch import Tensor
 
 _ADAMW_BLOCK = 2048
 _SQUARES_BLOCK = 8192
-_FOLD_BLOCK = 1024
+_LANES = 1024
+
+
+@triton.jit
+def _join_lanes(lanes, LANES: tl.constexpr):
+    """Sum of [LANES], neighbours first. Two elements at a time: one addition has one result, whatever the layout."""
+    if LANES == 2:
+        return tl.sum(lanes, 0)
+    else:
+        return _join_lanes(tl.sum(lanes.reshape(LANES // 2, 2), 1), LANES // 2)
 
 
 @triton.jit
@@ -45,32 +56,35 @@ def adamw_kernel(
 @triton.jit
 def squares_kernel(
     grad, sums, length, section, section_stride, columns, row_stride, leaf_stride, blocks,
-    STRIDED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """sums fp64 [leaves, blocks]; element i of a leaf lies in section i // section, there in row-major order."""
     leaf, block = tl.program_id(1), tl.program_id(0)
-    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = at < length
-    second = at >= section
-    inner = tl.where(second, at - section, at)
-    if STRIDED:
-        # 64-bit division would cost more than the memory traffic
-        short = inner.to(tl.int32) if NARROW else inner
-        inner = (short // columns).to(tl.int64) * row_stride + short % columns
-    place = leaf.to(tl.int64) * leaf_stride + tl.where(second, section_stride, 0) + inner
-    x = tl.load(grad + place, held, other=0.0).to(tl.float64)
-    tl.store(sums + leaf * blocks + block, tl.sum(x * x, 0))
+    lanes = tl.zeros([LANES], tl.float64)
+    for step in tl.static_range(BLOCK // LANES):
+        at = block.to(tl.int64) * BLOCK + step * LANES + tl.arange(0, LANES)
+        held = at < length
+        second = at >= section
+        inner = tl.where(second, at - section, at)
+        if STRIDED:
+            # 64-bit division would cost more than the memory traffic
+            short = inner.to(tl.int32) if NARROW else inner
+            inner = (short // columns).to(tl.int64) * row_stride + short % columns
+        place = leaf.to(tl.int64) * leaf_stride + tl.where(second, section_stride, 0) + inner
+        x = tl.load(grad + place, held, other=0.0).to(tl.float64)
+        lanes += x * x
+    tl.store(sums + leaf * blocks + block, _join_lanes(lanes, LANES))
 
 
 @triton.jit
-def fold_kernel(sums, out, blocks, BLOCK: tl.constexpr):
-    """out fp64 [leaves]: lane j adds blocks j, j + BLOCK, ... in turn, then lanes are summed."""
+def fold_kernel(sums, out, blocks, LANES: tl.constexpr):
+    """out fp64 [leaves]: lane j adds blocks j, j + LANES, ... in turn, then lanes are joined."""
     leaf = tl.program_id(0)
-    total = tl.zeros([BLOCK], tl.float64)
-    for begin in range(0, blocks, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        total += tl.load(sums + leaf * blocks + at, at < blocks, other=0.0)
-    tl.store(out + leaf, tl.sum(total, 0))
+    lanes = tl.zeros([LANES], tl.float64)
+    for begin in range(0, blocks, LANES):
+        at = begin + tl.arange(0, LANES)
+        lanes += tl.load(sums + leaf * blocks + at, at < blocks, other=0.0)
+    tl.store(out + leaf, _join_lanes(lanes, LANES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +135,6 @@ def square_sums(grad: Tensor, out: Tensor, dim: int | None, fused: int) -> None:
         grad, sums, length, section, section_stride, columns, row_stride, leaf_stride, blocks,
         STRIDED=row_stride != columns,
         NARROW=length < 2**31 - _SQUARES_BLOCK,
-        BLOCK=_SQUARES_BLOCK, num_warps=8, enable_fp_fusion=False,
+        BLOCK=_SQUARES_BLOCK, LANES=_LANES, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    fold_kernel[(leaves,)](sums, out, blocks, BLOCK=_FOLD_BLOCK, num_warps=4, enable_fp_fusion=False)
+    fold_kernel[(leaves,)](sums, out, blocks, LANES=_LANES, num_warps=4, enable_fp_fusion=False)
