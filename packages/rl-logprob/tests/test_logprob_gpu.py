@@ -11,7 +11,7 @@ import rl_gemm
 import rl_logprob as lp
 from rl_contract import ContractError, TokenShards, launches, reset_launches
 from rl_contract.testing import on_ranks
-from rl_logprob import gpu, linear_gpu, plans
+from rl_logprob import gpu, gpu_grad, linear_gpu, plans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,7 +125,7 @@ def test_logits_in_memory_a_chunk_at_a_time_are_the_same(monkeypatch):
     g = torch.randn(2, 333, device="cuda")
     want = grads(h, w, targets, vocab_size=V, g=g)
     monkeypatch.setattr(gpu, "CHUNK_ELEMENTS", 333 * 9000)
-    monkeypatch.setattr(gpu, "_choose", lambda *a: ("sm90:materialised", None))
+    monkeypatch.setattr(gpu, "choose", lambda *a: ("sm90:materialised", None))
     reset_launches()
     got = grads(h, w, targets, vocab_size=V, g=g)
     assert all(same(a, b) for a, b in zip(got, want))
@@ -221,11 +221,11 @@ def test_adding_by_the_library_is_adding_the_chain(monkeypatch):
     h, w, targets = make(512, 4096, 20000, padded=lp.padded_vocab_size(20000))
     g = torch.randn(2, 512, device="cuda")
     kw = {"vocab_size": 20000, "g": g, "main": True}
-    monkeypatch.setattr(gpu, "FEW_TOKENS", 0)
+    monkeypatch.setattr(gpu_grad, "FEW_TOKENS", 0)
     reset_launches()
     want = grads(h, w, targets, **kw)
     kernels = {r["kernel"] for r in launches()}
-    monkeypatch.setattr(gpu, "_library_adds", lambda *a: False)
+    monkeypatch.setattr(gpu_grad, "_library_adds", lambda *a: False)
     assert all(same(a, b) for a, b in zip(grads(h, w, targets, **kw), want))
     if not any("cublaslt" in k for k in kernels):
         pytest.skip("no certificate for this machine's library")
@@ -267,7 +267,8 @@ def test_a_wrong_order_shows(monkeypatch):
     want = grads(h, w, targets, vocab_size=20000, g=g)
     flipped = lp.linear_logprob(h.flip(1), w.flip(1), targets, vocab_size=20000)
     assert not same(flipped, want[0])
-    monkeypatch.setattr(gpu, "GPU_GRAD_BLOCK", 2048)
+    for module in (gpu, gpu_grad):
+        monkeypatch.setattr(module, "GPU_GRAD_BLOCK", 2048)
     assert not same(grads(h, w, targets, vocab_size=20000, g=g)[2], want[2])
     # one fp32 sum in two orders, as log_softmax over another split would take it
     x = rl_gemm.linear(h, w[:20000], out_dtype=torch.float32)

@@ -9,7 +9,7 @@ import rl_gemm
 import rl_logprob as lp
 from rl_contract import launches, reset_launches
 from rl_contract.testing import on_ranks
-from rl_logprob import gpu
+from rl_logprob import gpu, gpu_grad
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,10 +128,10 @@ def test_blocks_of_ids_at_once_change_time_only(monkeypatch, tokens, leaves):
     want = step(h, w, targets, None, leaves=leaves)
     assert ("rl_logprob.triton_few", "tma") in {(r["kernel"], r["plan"]) for r in launches()}
     for name, value in (
-        ("FEW_BYTES", 1), ("_copy_engine_may", lambda *a: False), ("FEW_TOKENS", 0), ("GRADIENT_ELEMENTS", 1),
+        ("FEW_BYTES", 1), ("copy_engine_may", lambda *a: False), ("FEW_TOKENS", 0), ("GRADIENT_ELEMENTS", 1),
         ("_library_adds", lambda *a: False),
     ):  # fmt: skip
-        monkeypatch.setattr(gpu, name, value)
+        monkeypatch.setattr(gpu if name == "copy_engine_may" else gpu_grad, name, value)
         assert all(same(a, b) for a, b in zip(step(h, w, targets, None, leaves=leaves), want)), name
 
 

@@ -64,7 +64,7 @@ def body_kept():
     """The CPU's kept ids; fused, materialised and listed supports: one function of a row."""
     import rl_logprob as lp
     from rl_contract import SingleRank
-    from rl_logprob import gpu, linear_gpu, ops, plans, triton_head, triton_sample, triton_support
+    from rl_logprob import gpu, gpu_grad, linear_gpu, ops, plans, triton_head, triton_sample, triton_support
     from rl_logprob import triton_scores as scores
 
     one = torch.empty(0)
@@ -118,11 +118,12 @@ def body_kept():
 
     fused = plans.Kernel(kind="pointer", block_m=16, block_n=128, block_k=16, warps=4, stages=2)
     gpu.ready = lambda x: gpu.kernels()
-    gpu._processors = lambda index: 3
-    gpu._library_adds = lambda *a: False
-    gpu._choose = lambda *a: ("fused", fused)
+    gpu.processors_of = lambda index: 3
+    gpu_grad._library_adds = lambda *a: False
+    gpu.choose = lambda *a: ("fused", fused)
     # the interpreter's dot product has an order of its own
-    gpu.GPU_GRAD_BLOCK, gpu.FEW_TOKENS = 128, 0
+    gpu.GPU_GRAD_BLOCK = gpu_grad.GPU_GRAD_BLOCK = 128
+    gpu_grad.FEW_TOKENS = 0
     main = torch.nn.Parameter(w)
 
     def both(support, keep=0):
@@ -132,9 +133,9 @@ def body_kept():
         dh, _ = linear_gpu.backward(h, main, targets, one, state, g, d, comm, 300, 1, True, True, kept, support)
         return x, state, dh, main.main_grad
 
-    gpu.GRADIENT_ELEMENTS = 1
+    gpu_grad.GRADIENT_ELEMENTS = 1
     results = [both(key), both(ids), both(key, 4 * ROWS * 300), both(ids, 4 * ROWS * 300)]
-    gpu.GRADIENT_ELEMENTS = 1 << 25
+    gpu_grad.GRADIENT_ELEMENTS = 1 << 25
     results += [both(key)]
     assert torch.equal(results[0][1], state)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
@@ -176,13 +177,13 @@ def body_head():
     """Slices of tokens, kept logits, chunks in memory, leaves and ranks: the same loss and gradients."""
     import rl_logprob as lp
     from rl_contract import SingleRank
-    from rl_logprob import gpu, linear_gpu, plans
+    from rl_logprob import gpu, gpu_grad, linear_gpu, plans
 
     fused = plans.Kernel(kind="pointer", block_m=16, block_n=128, block_k=16, warps=4, stages=2)
     gpu.ready = lambda x: gpu.kernels()
-    gpu._processors = lambda index: 3
-    gpu._library_adds = lambda *a: False
-    gpu._choose = lambda *a: ("fused", fused)
+    gpu.processors_of = lambda index: 3
+    gpu_grad._library_adds = lambda *a: False
+    gpu.choose = lambda *a: ("fused", fused)
     # small numbers keep every sum of products exact, so that only an order of rounding steps could differ
     h, targets = torch.randint(-2, 3, (ROWS, HIDDEN)).float(), torch.randint(0, 600, (ROWS,))
     w = torch.randint(-2, 3, (1024, HIDDEN)).float() / 8
@@ -202,7 +203,8 @@ def body_head():
         return x, state, dh, main.main_grad
 
     # the interpreter's dot product has an order of its own
-    gpu.GPU_GRAD_BLOCK, gpu.FEW_TOKENS = 128, 0
+    gpu.GPU_GRAD_BLOCK = gpu_grad.GPU_GRAD_BLOCK = 128
+    gpu_grad.FEW_TOKENS = 0
     want = both()
     cpu = lp.full_logprob(h @ w[:600].t(), vocab_size=600)
     assert ((want[0].double() - want[1][:, 0] - want[1][:, 1]) - cpu[torch.arange(ROWS), targets]).abs().max() < 2e-6
@@ -221,16 +223,16 @@ def body_head():
         assert all(torch.equal(a, b) for a, b in zip(both(keep=keep), want, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(both(leaves=4, keep=keep), in_leaves, strict=True))
     gpu._library_takes = by_block
-    gpu.FEW_TOKENS = 1024
+    gpu_grad.FEW_TOKENS = 1024
     for leaves in (1, 4):
-        gpu.FEW_BYTES = 160 << 20
+        gpu_grad.FEW_BYTES = 160 << 20
         few = both(leaves)
         assert all((a - b).norm() / b.norm() < 1e-6 for a, b in zip(few[2:], want[2:], strict=True))
-        gpu.FEW_BYTES = 1
+        gpu_grad.FEW_BYTES = 1
         assert all(torch.equal(a, b) for a, b in zip(both(leaves), few, strict=True))
-    gpu.FEW_TOKENS = 0
+    gpu_grad.FEW_TOKENS = 0
     assert all(torch.equal(a, b) for a, b in zip(both(leaves=4, keep=4 * ROWS * 300), in_leaves, strict=True))
-    gpu._choose, gpu.CHUNK_ELEMENTS = (lambda *a: ("materialised", None)), ROWS * 4096
+    gpu.choose, gpu.CHUNK_ELEMENTS = (lambda *a: ("materialised", None)), ROWS * 4096
     assert all(torch.equal(a, b) for a, b in zip(both(leaves=4), in_leaves, strict=True))
     gpu.STATS_BYTES = 1
     assert torch.equal(both()[1], want[1])

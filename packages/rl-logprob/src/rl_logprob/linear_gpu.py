@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_contract import Communicator
 from rl_contract.gradients import main_grad_of
-from rl_logprob import gpu
+from rl_logprob import gpu, gpu_grad
 from rl_logprob.contract import GPU_TILE, GPU_TOKEN_BLOCK
 from rl_logprob.support import Support
 
@@ -115,7 +115,7 @@ def backward(
     dhidden = torch.empty_like(hidden) if needs_hidden and len(blocks) != 1 else None
     for i, begin in enumerate(blocks):
         part = slice(begin, min(begin + GPU_TOKEN_BLOCK, len(hidden)))
-        root = gpu.backward(
+        root = gpu_grad.backward(
             hidden[part], weight, _part(temperature, part), state[part], targets[part], dlogp[part],
             dentropy[part] if dentropy.numel() else dentropy, first_id=comm.rank * rows,
             real=_real_rows(rows, comm.rank, vocab_size), leaf_rows=rows * comm.world_size // leaves,
