@@ -291,3 +291,25 @@ def test_engines_stay_on_the_gpus_that_were_shown(parts, monkeypatch):
     assert module.shown("0,1") == "0,1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
     assert [module.shown(gpus) for gpus in ("0", "1", "0,1")] == ["2", "3", "2,3"]
+
+
+def test_page_names_every_finding_and_draws_targets_and_layouts(parts, tmp_path):
+    module = parts("two_gpu_parts.page")
+    payload = {
+        "meta": {"gpu": ["x", "x"], "driver": "5", "torch": "2", "nccl": "2", "commit": "c0ffee", "date": "today"},
+        "decode": {"ok": True, "strict TP2 decode of native at batch 64 >= 0.95": 0.97, "log": "a | b\nc"},
+        "parity": {
+            "TP2/CP1 -> TP2": {"valid_count": 15000, "mismatch_count": 0},
+            "native": {"valid_count": 15000, "mismatch_count": 14000},
+            "errors": [],
+        },
+    }
+    assert module.ratios(payload) == [("decode: strict TP2 decode of native at batch 64", 0.95, 0.97)]
+    assert module.layouts(payload) == [("TP2/CP1 -> TP2", 15000, 0), ("native", 15000, 14000)]
+    text = module.table(payload)
+    assert "2 x x" in text
+    assert "| native: mismatch_count | 14,000 |" in text
+    assert "| log | a / b c |" in text
+    pytest.importorskip("matplotlib")
+    module.picture(payload, str(tmp_path / "x.png"))
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
