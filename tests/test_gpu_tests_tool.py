@@ -4,22 +4,39 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[1] / "tools" / "gpu_tests"
 MIXED = """
-import pytest, time
+import os, pathlib, pytest, time
 pytestmark = pytest.mark.gpu
 def test_good(): pass
 def test_bad(): assert 1 == 2, "the reason"
 @pytest.mark.skip(reason="no such card")
 def test_left_out(): pass
-def test_hangs(): time.sleep(600)
+def test_hangs():
+    folder = pathlib.Path(os.environ["GPU_TESTS_LOGS"])
+    folder.mkdir()
+    (folder / "world.log").write_text("began\\nstood here\\n")
+    time.sleep(600)
 def test_behind_it(): pass
 """
 GOOD = "import pytest\n@pytest.mark.gpu\ndef test_good(): pass\ndef test_not_for_a_gpu(): assert False\n"
 
+SHARING = """
+import os, pathlib, pytest
+pytestmark = [pytest.mark.gpu, pytest.mark.one_worker]
+@pytest.fixture(scope="module")
+def made():
+    with (pathlib.Path(__file__).parent / "made").open("a") as f: f.write("x")
+@pytest.mark.parametrize("i", range(6))
+def test_shares(made, i): pass
+"""
+
 
 def run(folder, *options):
-    command = [sys.executable, str(TOOL), str(folder), "--out", str(folder / "out"), "--workers", "0", *options]
+    command = [sys.executable, str(TOOL), str(folder), "--out", str(folder / "out"), *options]
+    command += [] if "--workers" in options else ["--workers", "0"]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
@@ -31,6 +48,20 @@ def test_a_run_that_is_cut_off_names_failures_and_what_did_not_end(tmp_path):
     assert "the reason" in done.stdout
     assert "no such card" in done.stdout
     assert "not ended" in done.stdout.split("test_hangs")[0].splitlines()[-1]
+    assert "stood here" in done.stdout.split("world.log ends")[1]
+
+
+def test_a_module_for_one_worker_makes_its_fixture_once(tmp_path):
+    pytest.importorskip("xdist")
+    (tmp_path / "test_sharing.py").write_text(SHARING)
+    (tmp_path / "test_spread.py").write_text(
+        SHARING.replace("pytest.mark.one_worker", "").replace('"made"', '"spread"')
+    )
+    done = run(tmp_path, "--workers", "3")
+    assert "12 passed" in done.stdout
+    assert done.returncode == 0
+    assert (tmp_path / "made").read_text() == "x"
+    assert len((tmp_path / "spread").read_text()) > 1, "the other workers ran something"
 
 
 def test_only_marked_tests_run_and_nothing_passed_is_no_success(tmp_path):

@@ -1,7 +1,13 @@
-"""A pytest plugin that writes every result at once, so that a run which is cut off loses nothing."""
+"""A pytest plugin that writes every result at once, so that a run which is cut off loses nothing.
+
+It also keeps the tests of a module with the marker ``one_worker`` on one of pytest-xdist's workers, each of which would
+start anew what they share.
+"""
 
 import json
 import os
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +36,17 @@ class Notes:
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
         self.collected(ids)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: Any, log: Any) -> Any:
+        from xdist.scheduler import LoadScopeScheduling
+
+        class Scheduling(LoadScopeScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                module = nodeid.partition("::")[0]
+                return module if shares(config.rootpath / module) else nodeid
+
+        return Scheduling(config, log)
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             text = "" if report.outcome == "passed" else str(report.longrepr)
@@ -38,6 +55,12 @@ class Notes:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.write(test=report.nodeid or "collection", outcome="failed", seconds=0.0, text=str(report.longrepr))
+
+
+@lru_cache
+def shares(module: Path) -> bool:
+    # the process that gives out tests has seen their names only
+    return "mark.one_worker" in module.read_text(encoding="utf-8")
 
 
 def pytest_configure(config: Any) -> None:

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -103,12 +104,19 @@ def tiny_samples(vocab: int, lengths: tuple[tuple[int, int], ...], seed: int = 1
     return [tuple(torch.randint(0, vocab, (n,), generator=generator).tolist() for n in pair) for pair in lengths]
 
 
-def run_world(folder: Path, world: int, job: dict[str, Any], seconds: float = 300) -> list[dict[str, Any]]:
-    """Run a job of ``world_worker.py`` on ``world`` processes; returns what each rank wrote."""
+def run_world(
+    folder: Path, world: int, job: dict[str, Any], seconds: float = 300, stop: threading.Event | None = None
+) -> list[dict[str, Any]]:
+    """Run a job of ``world_worker.py`` on ``world`` processes; returns what each rank wrote.
+
+    It is given up once ``stop`` is set. What its ranks say goes to ``GPU_TESTS_LOGS``, where ``tools/gpu_tests`` looks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.pkl").write_bytes(pickle.dumps(job))
     on_gpu = any(case["trainer"].get("device", "cpu") != "cpu" for case in job.values())
-    log, end = folder / "log.txt", time.monotonic() + seconds
+    logs = os.environ.get("GPU_TESTS_LOGS")
+    log, end = Path(logs) / f"{folder.name}.log" if logs else folder / "log.txt", time.monotonic() + seconds
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(WORKER), str(folder), str(world), *(["gpu"] if on_gpu else [])],
@@ -117,7 +125,7 @@ def run_world(folder: Path, world: int, job: dict[str, Any], seconds: float = 30
             start_new_session=True,
         )
     try:
-        while process.poll() is None and time.monotonic() < end:
+        while process.poll() is None and time.monotonic() < end and not (stop and stop.is_set()):
             time.sleep(0.02)
         status = process.poll()
     finally:
@@ -126,8 +134,9 @@ def run_world(folder: Path, world: int, job: dict[str, Any], seconds: float = 30
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     said = log.read_text(errors="replace")[-6000:]
-    assert status is not None, f"{folder.name} did not end within {seconds:g} s; it said {said}"
-    assert not status, said
+    why = "was given up" if stop and stop.is_set() else f"did not end within {seconds:g} s"
+    assert status is not None, f"world {folder.name} {why}; it said\n{said}"
+    assert not status, f"world {folder.name} failed; it said\n{said}"
     return [pickle.loads((folder / f"out{rank}.pkl").read_bytes()) for rank in range(world)]
 
 

@@ -1,5 +1,6 @@
 """Several ranks on one GPU: TP2, CP2 and both score and train as one rank, their bytes moved through the host."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ from rl_megatron import LossConfig, OptimizerConfig, ParallelConfig
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.one_worker,
 ]
 
 WORLDS = [(2, 1), (1, 2), (2, 2)]
@@ -36,21 +38,32 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> dict[tuple[in
         "budgets": (1000,),
         "steps": 2,
         "export": True,
+        "keep": (),
     }
+    stop, failures = threading.Event(), []
 
-    def run(cut: tuple[int, int]) -> list[dict[str, Any]]:
+    def run(cut: tuple[int, int]) -> list[dict[str, Any]] | None:
         tp, cp = cut
         mine = job | {"trainer": job["trainer"] | {"parallel": ParallelConfig(tp=tp, cp=cp)}}
         cases = {"strict": mine}
         if cut in ((1, 1), (2, 2)):
             cases["native"] = mine | {"trainer": mine["trainer"] | {"mode": "native"}}
-        # with cold caches every world first compiles every kernel
-        return tiny.run_world(folder / f"tp{tp}cp{cp}", tp * cp, cases, seconds=600)
+        try:
+            # with cold caches every world first compiles every kernel
+            return tiny.run_world(folder / f"tp{tp}cp{cp}", tp * cp, cases, seconds=600, stop=stop)
+        except BaseException as error:
+            failures.append(error)
+            stop.set()
+            return None
 
     # beside one another: most of the time goes into starting and compiling
     cuts = [(1, 1), *WORLDS]
     with ThreadPoolExecutor(len(cuts)) as pool:
-        return dict(zip(cuts, pool.map(run, cuts), strict=True))
+        done = dict(zip(cuts, pool.map(run, cuts), strict=True))
+    if failures:
+        # the others were given up for the first one
+        raise failures[0]
+    return done
 
 
 def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
