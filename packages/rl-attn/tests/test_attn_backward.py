@@ -5,6 +5,7 @@ import torch
 
 import rl_attn
 from rl_contract import compare, launches
+from rl_contract.profile import KEY_TILE, SEGMENT
 
 
 def gradients(q, k, v, grad, lengths, scale, **options):
@@ -149,7 +150,7 @@ def test_compiled_gradients_equal_eager(lab):
     cu, at = torch.tensor([0, 130]), torch.arange(130)
 
     def call(q, k, v):
-        return torch.ops.rl_attn.packed(q, k, v, cu, cu, at, s.scale, 64, 512)[0]
+        return torch.ops.rl_attn.packed(q, k, v, cu, cu, at, s.scale, KEY_TILE, SEGMENT)[0]
 
     leaves = [x.clone().requires_grad_() for x in (s.q, s.k, s.v)]
     torch.compile(call, backend="aot_eager", fullgraph=True)(*leaves).backward(grad)

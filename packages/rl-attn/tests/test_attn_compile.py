@@ -13,6 +13,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from rl_attn import gpu, plans  # noqa: E402
+from rl_contract.profile import KEY_TILE  # noqa: E402
 
 ARCHS = {"sm90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 # bytes of shared memory that one program may ask for
@@ -55,7 +56,7 @@ def _compile(function, constants, options, arch, box=0):
     return triton.compile(built, target=GPUTarget(*ARCHS[arch]), options=options | {"enable_fp_fusion": False})
 
 
-def _launch(row, head_dim, page, key_tile=64):
+def _launch(row, head_dim, page, key_tile=KEY_TILE):
     """The kernel that ``gpu`` launches for a plan row: function, constants, options, rows of a copy (0: no copies)."""
     from rl_attn import triton_backward, triton_decode, triton_forward
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import rl_attn
 from rl_attn import segments_of
 from rl_attn.reference import attention_reference
+from rl_contract.profile import KEY_TILE, SEGMENT
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049]
 
@@ -287,7 +288,7 @@ def test_compiled_caller_equals_eager(lab):
     cu = torch.tensor([0, 300])
 
     def call(q, k, v):
-        return torch.ops.rl_attn.packed(q, k, v, cu, cu, torch.arange(300), s.scale, 64, 512)
+        return torch.ops.rl_attn.packed(q, k, v, cu, cu, torch.arange(300), s.scale, KEY_TILE, SEGMENT)
 
     check_rows(s, *torch.compile(call, backend="aot_eager", fullgraph=True)(s.q, s.k, s.v))
 

@@ -200,7 +200,7 @@ def test_phase_equal_for_every_head_shape(head_dim, heads, kv_heads, dtype):
     assert equal(decoded_lse, lse[last])
 
 
-@pytest.mark.parametrize(("key_tile", "segment"), [(32, 512), (64, 1024), (64, 2112), (128, 512), (128, 1024)])
+@pytest.mark.parametrize(("key_tile", "segment"), [(32, 512), (64, 512), (64, 2112), (128, 1024), (128, 2176)])
 def test_profile_parameters_change_the_bits_alike_in_every_phase(batch, expected, key_tile, segment):
     out, _ = batch.packed(key_tile, segment)
     assert not equal(out, expected[0])
@@ -244,8 +244,8 @@ def test_misordered_segments_are_noticed(batch, expected):
                 cu_k,
                 at,
                 batch.scale,
-                64,
-                512,
+                KEY_TILE,
+                SEGMENT,
                 torch.float32,
             )
         )

@@ -15,9 +15,10 @@ from rl_attn.reference import (
     segment_reference,
 )
 from rl_contract import compare
+from rl_contract.profile import KEY_TILE
 
 
-def attend(s, rows, bounds, *, backwards=False, key_tile=64):
+def attend(s, rows, bounds, *, backwards=False, key_tile=KEY_TILE):
     """Reference steps with segments at ``bounds``, folded left or right to left."""
     q = s.q[rows]
     scores = scores_reference(q, s.k, s.scale)
@@ -58,7 +59,7 @@ def test_split_count_from_the_length_is_caught(case):
     assert compare(out, s.out[rows]).mismatch_count > 1000
 
 
-@pytest.mark.parametrize(("key_tile", "segment"), [(32, 512), (64, 1024), (64, 2048)])
+@pytest.mark.parametrize(("key_tile", "segment"), [(64, 512), (128, 1024), (128, 2048)])
 def test_another_tile_or_segment_is_caught(lab, case, key_tile, segment):
     s, _ = case
     tiles = {"key_tile": key_tile, "segment": segment}

@@ -35,7 +35,7 @@ def attention(settings: Settings) -> Contract:
     if settings.attention == "nosplit":
         return _library_attention(settings)
     if settings.key_tile % 16:
-        raise ContractError(f"attention: key_tile={settings.key_tile}, supported: a multiple of 16; use 64")
+        raise ContractError(f"attention: key_tile={settings.key_tile}, supported: a multiple of 16; use 128")
     if settings.arch != "cpu":
         return _gpu_attention(settings)
     dtype = settings.dtype
@@ -79,7 +79,7 @@ def attention(settings: Settings) -> Contract:
 def _gpu_attention(settings: Settings) -> Contract:
     if settings.key_tile & (settings.key_tile - 1) or settings.key_tile > 256:
         raise ContractError(
-            f"attention on {settings.arch}: key_tile={settings.key_tile}, supported: 16 to 256, a power of two; use 64"
+            f"attention on {settings.arch}: key_tile={settings.key_tile}, supported: 16 to 256, a power of two; use 128"
         )
     dtype = settings.dtype
     return Contract(
