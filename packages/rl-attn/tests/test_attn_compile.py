@@ -68,9 +68,10 @@ def _launch(row, head_dim, page, key_tile=KEY_TILE):
     if row.specialised:
         from rl_attn import triton_hopper, triton_hopper_decode
 
-        constants = shape | tile | {"STAGES": stages, "SHORT": 1 if page else 0}
-        options = {"num_warps": 4, "maxnreg": row.max_registers or gpu.WIDE_REGISTERS}
         decode = row.kernel == "segments"
+        constants = shape | tile | {"STAGES": gpu.ring_for(row, key_tile) if decode else stages}
+        constants["SHORT"] = 1 if page else 0
+        options = {"num_warps": 4, "maxnreg": row.max_registers or gpu.WIDE_REGISTERS}
         function = triton_hopper_decode.attn_segments_sm90_kernel if decode else triton_hopper.attn_fwd_sm90_kernel
         return function, constants, options, min(page or key_tile, key_tile)
     if row.kernel in ("forward", "paged"):

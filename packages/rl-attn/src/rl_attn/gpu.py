@@ -93,6 +93,11 @@ def stages_for(row: plans.Row, key_tile: int) -> int:
     return max(1, row.stages * 64 // max(64, key_tile))
 
 
+def ring_for(row: plans.Row, key_tile: int) -> int:
+    """Tiles of keys or values that a decode on specialised warps has on their way; a plan counts pairs of them."""
+    return max(2, 2 * row.stages * 64 // key_tile)
+
+
 def record(boundary: str, kernel: str, plan: str = "-", layout: str = "-") -> None:
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     record_launch(Launch(boundary, kernel, plan, layout, "capture" if capturing else "eager"))
@@ -299,24 +304,21 @@ def _segments(
     part_o = torch.empty((slots, heads, head_dim), dtype=torch.float32, device=q.device)
     parts = (part_m[0], part_m[1], part_o)
     room, block_d = padded(sequences), padded(head_dim)
-    programs, stages, registers = row.programs, stages_for(row, key_tile), row.max_registers
-    if row.specialised and programs == 2 and key_tile == 128:
-        # wide tiles in the room of two programs: one program, with as many tiles on their way
-        programs, stages, registers = 1, row.stages, WIDE_REGISTERS
-    programs = min(sequences * most * kv_heads, programs * (_processors(q.device.index or 0) if q.is_cuda else 1))
+    programs = row.programs * (_processors(q.device.index or 0) if q.is_cuda else 1)
     decode = kernels().decode
     common = (cu_q, seq_lens, table, exponent_factor(scale), sequences, kv_heads, blocks, q.stride(0), q.stride(1))
     if row.specialised:
         hopper, k_steps, v_steps = _hopper(), page_steps(k) or (), page_steps(v) or ()
-        hopper.decode.attn_segments_sm90_kernel[(programs,)](
+        teams = min(sequences * most, max(1, programs // kv_heads))
+        hopper.decode.attn_segments_sm90_kernel[(teams * kv_heads,)](
             q, hopper.tiles.pages_descriptor(k, k_steps, key_tile),
             hopper.tiles.pages_descriptor(v, v_steps, key_tile), *parts, out, lse, out.stride(0), out.stride(1),
             lse.stride(0), *common, *k_steps, *v_steps, table.stride(0),
-            GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=stages, PAGE=page,
-            SHORT=short, num_warps=4, maxnreg=registers, enable_fp_fusion=False,
+            GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=ring_for(row, key_tile), PAGE=page,
+            SHORT=short, num_warps=4, maxnreg=row.max_registers, enable_fp_fusion=False,
         )  # fmt: skip
     else:
-        decode.attn_segments_kernel[(programs,)](
+        decode.attn_segments_kernel[(min(sequences * most * kv_heads, programs),)](
             q, k, v, *parts, *common, *strides, table.stride(0),
             GROUP=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_rows(row, group), KEY_TILE=key_tile,
             SEGMENT=segment, PAGE=page, SHORT=short, B=room, STAGES=stages_for(row, key_tile), **options(row, key_tile),

@@ -2,8 +2,9 @@
 
 Same order and same rounding, hence the same bits: a segment starts from the empty state and takes its key tiles
 ascending; ``triton_decode.attn_fold_kernel`` then folds a row's segments left. A sequence of one segment is folded
-into the empty state at once, and done. One warp fetches the pages of its
-program's segments ahead of time, across the borders of segments; four warps hold the query rows of one kv head.
+into the empty state at once, and done. One warp fetches the pages of its program's segments ahead of time, across the
+borders of segments; four warps hold the query rows of one kv head. A team of programs, one for each kv head, goes
+through the same segments: memory sees whole tokens, not single heads.
 """
 
 from triton.experimental import gluon
@@ -46,9 +47,11 @@ def _describe(cu_q, seq_lens, sequence, SEGMENT: gl.constexpr, SHORT: gl.constex
 
 @gluon.jit
 def _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl.constexpr, WARPS: gl.constexpr):
-    """This program's run of (sequence, kv head, segment): begin, end, the sequence of the first one, and how many runs
-    and partial slots lie before that sequence."""
+    """This team's run of (sequence, segment): begin, end, the sequence of the first one, and how many runs and partial
+    slots lie before that sequence."""
     line: gl.constexpr = gl.BlockedLayout([4 // WARPS], [32], [WARPS], [0])
+    team = gl.program_id(0) // kv_heads
+    teams = gl.num_programs(0) // kv_heads
     work = 0
     for start in range(0, sequences, 128):
         b = start + gl.arange(0, 128, line)
@@ -58,71 +61,71 @@ def _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl
         keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
         segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
         work += gl.sum(segments, 0)
-    whole = (work * kv_heads).to(gl.int64)
-    begin = (whole * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
-    end = (whole * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    whole = work.to(gl.int64)  # type: ignore[attr-defined]
+    begin = (whole * team // teams).to(gl.int32)
+    end = (whole * (team + 1) // teams).to(gl.int32)
     sequence = 0
     first_item = 0
     slots = 0
     passed = 0
-    for start in range(0, sequences, 128):
-        b = start + gl.arange(0, 128, line)
-        live = b < sequences
-        begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
-        queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
-        keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
-        segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
-        ends = (passed + gl.associative_scan(segments, 0, _sum)) * kv_heads
-        before = live & (ends <= begin)
-        sequence += gl.sum(before.to(gl.int32), 0)
-        first_item = gl.maximum(first_item, gl.max(gl.where(before, ends, 0), 0))
-        slots += gl.sum(gl.where(before, segments * queries, 0), 0)
-        passed += gl.sum(segments, 0)
+    # of one sequence nothing lies before it
+    if sequences > 1:
+        for start in range(0, sequences, 128):
+            b = start + gl.arange(0, 128, line)
+            live = b < sequences
+            begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
+            queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
+            keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
+            segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+            ends = passed + gl.associative_scan(segments, 0, _sum)
+            before = live & (ends <= begin)
+            sequence += gl.sum(before.to(gl.int32), 0)
+            first_item = gl.maximum(first_item, gl.max(gl.where(before, ends, 0), 0))
+            slots += gl.sum(gl.where(before, segments * queries, 0), 0)
+            passed += gl.sum(segments, 0)
     return begin, end, sequence, first_item, slots
 
 
 @gluon.jit
 def _fetch_segments(
-    k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_empty, v_empty, cu_q, seq_lens, table, sequences, kv_heads,
-    blocks, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
+    k_desc, v_desc, tiles, ready, empty, cu_q, seq_lens, table, sequences, kv_heads, blocks, k_page_rows, k_head_rows,
+    k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
     KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp."""
+    """The fetching warp: a ring of STAGES tiles, keys and values in turn."""
     begin, end, sequence, first_item, _ = _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 1)
+    kv_head = gl.program_id(0) % kv_heads
     taken = 0
     if begin < end:
         _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
         for item in range(begin, end):
-            while item >= first_item + count * kv_heads:
-                first_item += count * kv_heads
+            while item >= first_item + count:
+                first_item += count
                 sequence += 1
                 _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
-            kv_head = (item - first_item) // count
-            start = (item - first_item) % count * SEGMENT
+            start = (item - first_item) * SEGMENT
             table_row = table + sequence.to(gl.int64) * s_table
             stop = gl.minimum(start + SEGMENT, length)
             for first in range(start, stop, KEY_TILE):
                 slot = taken % STAGES
-                free = ((taken // STAGES) & 1) ^ 1
-                taken += 1
-                mbarrier.wait(k_empty.index(slot), free)
-                fetch_tile(k_desc, k_ready.index(slot), k_tiles.index(slot), 0, kv_head * k_head_columns, table_row,
-                           first, (stop - 1) // PAGE, blocks, k_page_rows, kv_head * k_head_rows,
-                           KEY_TILE, PAGE)  # fmt: skip
-                mbarrier.wait(v_empty.index(slot), free)
-                fetch_tile(v_desc, v_ready.index(slot), v_tiles.index(slot), 0, kv_head * v_head_columns, table_row,
-                           first, (stop - 1) // PAGE, blocks, v_page_rows, kv_head * v_head_rows,
-                           KEY_TILE, PAGE)  # fmt: skip
+                mbarrier.wait(empty.index(slot), ((taken // STAGES) & 1) ^ 1)
+                fetch_tile(k_desc, ready.index(slot), tiles.index(slot), 0, kv_head * k_head_columns, table_row, first,
+                           (stop - 1) // PAGE, blocks, k_page_rows, kv_head * k_head_rows, KEY_TILE, PAGE)  # fmt: skip
+                slot = (taken + 1) % STAGES
+                mbarrier.wait(empty.index(slot), (((taken + 1) // STAGES) & 1) ^ 1)
+                fetch_tile(v_desc, ready.index(slot), tiles.index(slot), 0, kv_head * v_head_columns, table_row, first,
+                           (stop - 1) // PAGE, blocks, v_page_rows, kv_head * v_head_rows, KEY_TILE, PAGE)  # fmt: skip
+                taken += 2
 
 
 @gluon.jit
 def _attend_segments(
-    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens,
-    table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
+    q, tiles, ones, ready, empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens, table, c, sequences, kv_heads,
+    blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = k_tiles.dtype
+    dtype: gl.constexpr = tiles.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_TILE, 16])
     layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     layout_w: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_COLUMNS, 16])
@@ -136,6 +139,7 @@ def _attend_segments(
 
     begin, end, sequence, first_item, slots = _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 4)
     heads = kv_heads * GROUP
+    kv_head = gl.program_id(0) % kv_heads
     key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, layout_s))
     rows = gl.arange(0, GROUP_ROWS, rows_layout)
     q_rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, left_q))
@@ -143,27 +147,23 @@ def _attend_segments(
     w_rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout_w))
     o_rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout_o))
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout_o))
-    empty = gl.zeros([GROUP_ROWS, KEY_TILE], gl.float32, layout_s)
+    no_scores = gl.zeros([GROUP_ROWS, KEY_TILE], gl.float32, layout_s)
     taken = 0
     if begin < end:
         q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
         for item in range(begin, end):
-            while item >= first_item + count * kv_heads:
-                first_item += count * kv_heads
+            while item >= first_item + count:
+                first_item += count
                 slots += count * q_len
                 sequence += 1
                 q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
-            kv_head = (item - first_item) // count
-            segment = (item - first_item) % count
+            segment = item - first_item
             start = segment * SEGMENT
             stop = gl.minimum(start + SEGMENT, length)
             at = (q_begin + q_rows // GROUP).to(gl.int64) * sq_t + (kv_head * GROUP + q_rows % GROUP).to(
                 gl.int64
             ) * sq_h
-            q_tile = gl.load(
-                q + gl.expand_dims(at, 1) + gl.expand_dims(q_d, 0), mask=gl.expand_dims(q_rows // GROUP < q_len, 1),
-                other=0.0,
-            )  # fmt: skip
+            q_ok = gl.expand_dims(q_rows // GROUP < q_len, 1)
             bad = 0
             for part in gl.static_range(PARTS):
                 entry = start // PAGE + part * 128 + gl.arange(0, 128, line)
@@ -175,26 +175,28 @@ def _attend_segments(
             o = gl.zeros([GROUP_ROWS, D], gl.float32, layout_o)
             for first in range(start, stop, KEY_TILE):
                 slot = taken % STAGES
-                phase = (taken // STAGES) & 1
-                taken += 1
-                mbarrier.wait(k_ready.index(slot), phase)
-                s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), empty, use_acc=False, is_async=True)
+                # read for every tile, from the L1: kept over a tile's weighing it would not fit in the registers
+                q_tile = gl.load(q + gl.expand_dims(at, 1) + gl.expand_dims(q_d, 0), mask=q_ok, other=0.0)
+                mbarrier.wait(ready.index(slot), (taken // STAGES) & 1)
+                s = warpgroup_mma(q_tile, tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 s, q_tile = warpgroup_mma_wait(0, deps=(s, q_tile))
-                mbarrier.arrive(k_empty.index(slot), count=1)
+                mbarrier.arrive(empty.index(slot), count=1)
                 if first + KEY_TILE > length - q_len + 1:
                     s = gl.where(gl.expand_dims(first + key, 0) <= gl.expand_dims(position, 1), s, NEG_INF)
                 m, alpha, p = weigh(s, m, c, first == start, dtype)
                 o = o * columns(alpha, layout_o)
                 w = w * columns(alpha, layout_w)
-                mbarrier.wait(v_ready.index(slot), phase)
+                slot = (taken + 1) % STAGES
+                mbarrier.wait(ready.index(slot), ((taken + 1) // STAGES) & 1)
+                taken += 2
                 if first + KEY_TILE > length:
-                    drop_rows(v_tiles.index(slot), length - first, dtype, KEY_TILE, D)
+                    drop_rows(tiles.index(slot), length - first, dtype, KEY_TILE, D)
                 left = gl.convert_layout(p, left_o)
                 left_sum = gl.convert_layout(p, left_w)
-                o = warpgroup_mma(left, v_tiles.index(slot), o, is_async=True)
+                o = warpgroup_mma(left, tiles.index(slot), o, is_async=True)
                 w = warpgroup_mma(left_sum, ones.permute((1, 0)), w, is_async=True)
                 o, w, left, left_sum = warpgroup_mma_wait(0, deps=(o, w, left, left_sum))
-                mbarrier.arrive(v_empty.index(slot), count=1)
+                mbarrier.arrive(empty.index(slot), count=1)
             # a page outside the cache turns the rows that needed it into NaN
             row_sum = gl.where(bad != 0, float("nan"), gl.max(w, 1))
             head = kv_head * GROUP
@@ -240,21 +242,17 @@ def attn_segments_sm90_kernel(
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
-    """As ``triton_decode.attn_segments_kernel``: each program takes an equal run of (sequence, kv head, segment)."""
+    """As ``triton_decode.attn_segments_kernel``; the grid is a multiple of kv_heads, and each team of kv_heads programs
+    takes an equal run of (sequence, segment)."""
     dtype: gl.constexpr = k_desc.dtype
     ones_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, KEY_TILE], dtype)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], v_desc.layout)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], k_desc.layout)
     ones = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, KEY_TILE], ones_shared)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
     ones.store(gl.full([SUM_COLUMNS, KEY_TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
     barrier()
@@ -267,21 +265,20 @@ def attn_segments_sm90_kernel(
             (
                 _attend_segments,
                 (
-                    q, k_tiles, v_tiles, ones, k_ready, v_ready, k_empty, v_empty, part_m, part_w, part_o, out, lse,
-                    cu_q, seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
+                    q, tiles, ones, ready, empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens, table, c, sequences,
+                    kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
                     GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
                 ),
             ),
             (
                 _fetch_segments,
                 (
-                    k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_empty, v_empty, cu_q, seq_lens, table,
-                    sequences, kv_heads, blocks, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows,
-                    v_head_columns, s_table,
+                    k_desc, v_desc, tiles, ready, empty, cu_q, seq_lens, table, sequences, kv_heads, blocks,
+                    k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
                     KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
                 ),
             ),
         ],
         [1],
-        [72],
+        [40],
     )  # fmt: skip
