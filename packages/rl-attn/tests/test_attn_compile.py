@@ -42,6 +42,10 @@ def _signature(function, constants, box):
     return signature, aligned
 
 
+# a kernel of the language with layouts, without copies
+GLUON = -1
+
+
 def _compile(function, constants, options, arch, box=0):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -66,7 +70,11 @@ def _launch(row, head_dim, page, key_tile=KEY_TILE):
     stages = gpu.stages_for(row, key_tile)
     options = {"num_warps": row.warps, "num_stages": stages}
     if row.specialised:
-        from rl_attn import triton_hopper, triton_hopper_decode
+        from rl_attn import triton_hopper, triton_hopper_decode, triton_hopper_fold
+
+        if row.kernel == "fold":
+            constants = {"D": head_dim, "SEGMENT": 512, "SHORT": 1}
+            return triton_hopper_fold.attn_fold_sm90_kernel, constants, {"num_warps": 4}, GLUON
 
         decode = row.kernel == "segments"
         constants = shape | tile | {"STAGES": gpu.ring_for(row, key_tile) if decode else stages}

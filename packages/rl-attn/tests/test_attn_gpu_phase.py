@@ -98,6 +98,26 @@ def test_decode_that_is_known_to_be_one_leaves_the_walk_out_and_writes_where_it_
     assert equal(found[1][0], batch.packed()[0][last].to(q.dtype))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("fold", [{"unroll": 4}, {"unroll": 32}, {"specialised": True}])
+def test_phase_fold_leaves_the_bits_alone(head_dim, fold):
+    """Few rows of few to many segments: whole batches of partial states, one less, one more, and a row of NaN."""
+    lengths = (1, 63, 64, 65, 64 * 64, 64 * 64 + 1, 64 * 128 - 1, 64 * 129 + 7, 64 * 200)
+    case = Batch(lengths, 8, 2, head_dim, seed=13)
+    case.table[4, 7] = 2**30
+    out, lse = case.packed(64, 64)
+    use(kernel="fold", head_dim=256, warps=4, **fold)
+    last, count = case.last_rows(), len(lengths)
+    reset_launches()
+    found, found_lse = case.paged(last, list(range(count + 1)), list(lengths), slice(None), 64, 64)
+    assert f"+fold-w4s1{'u' + str(fold['unroll']) if 'unroll' in fold else ''}:" in launches()[0]["plan"]
+    assert bool(found[4].isnan().all())
+    assert bool(found_lse[4].isnan().all())
+    kept = [n for n in range(count) if n != 4]
+    assert equal(found[kept], out[[last[n] for n in kept]])
+    assert equal(found_lse[kept], lse[[last[n] for n in kept]])
+
+
 def test_phase_decode_in_one_walk_equals_segments(batch, expected, monkeypatch):
     monkeypatch.setattr(gpu, "MOST_SPLIT_SEQUENCES", 0)
     last = batch.last_rows()

@@ -20,6 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 # sequences of one call whose segments may run in parallel; more than this fill the processors by themselves
 MOST_SPLIT_SEQUENCES = 1024
 MOST_SPLIT_PROGRAMS = 1024
+# rows a processor up to which the fold of sm90 takes them
+FOLD_PROGRAMS = 2
 # of a thread, for the specialised kernels where a processor runs one program
 WIDE_REGISTERS = 168
 
@@ -44,11 +46,11 @@ def kernels() -> Any:
 
 @cache
 def _hopper() -> Any:
-    """The kernels with specialised warps, as attributes ``walk``, ``decode``, ``tiles``."""
-    from rl_attn import triton_hopper, triton_hopper_decode, triton_hopper_tiles
+    """The kernels of sm90 alone, as attributes ``walk``, ``decode``, ``fold``, ``tiles``."""
+    from rl_attn import triton_hopper, triton_hopper_decode, triton_hopper_fold, triton_hopper_tiles
 
     class Kernels:
-        walk, decode, tiles = triton_hopper, triton_hopper_decode, triton_hopper_tiles
+        walk, decode, fold, tiles = triton_hopper, triton_hopper_decode, triton_hopper_fold, triton_hopper_tiles
 
     return Kernels
 
@@ -191,12 +193,14 @@ def paged(
         out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     if splits:
-        fold_row = own.choose("fold", head_dim, most)
+        # one thread a column leaves processors idle unless rows are few
+        few_rows = tokens * heads <= FOLD_PROGRAMS * (_processors(q.device.index or 0) if q.is_cuda else 1)
+        fold_row = own.choose("fold", head_dim, most, specialised=split.specialised and few_rows)
         _segments(
             split, fold_row, q, k_cache, v_cache, strides, query_start_loc, seq_lens, block_table, scale, key_tile,
             segment, most, short, out, lse,
         )  # fmt: skip
-        plan = f"{own.arch}:{split.name}:tile{key_tile}-segment{segment}-most{most}"
+        plan = f"{own.arch}:{split.name}+{fold_row.name}:tile{key_tile}-segment{segment}-most{most}"
         kernel = "rl_attn.triton_hopper_decode" if split.specialised else "rl_attn.triton_decode"
         record("attention", kernel, plan, "paged")
     # where every sequence is short the walk has nothing to do; without a bound only the device knows
@@ -323,10 +327,16 @@ def _segments(
             GROUP=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_rows(row, group), KEY_TILE=key_tile,
             SEGMENT=segment, PAGE=page, SHORT=short, B=room, STAGES=stages_for(row, key_tile), **options(row, key_tile),
         )  # fmt: skip
-    # only the specialised kernel lets the fold come up early
+    # only the specialised segments let the fold come up early
     early = {"launch_pdl": True} if row.specialised else {}
+    folded = (*parts, out, lse, cu_q, seq_lens, sequences, heads, out.stride(0), out.stride(1), lse.stride(0))
+    shape = {"D": head_dim, "SEGMENT": segment, "SHORT": short}
+    if fold_row.specialised:
+        _hopper().fold.attn_fold_sm90_kernel[(tokens, heads)](
+            *folded, **shape, num_warps=4, enable_fp_fusion=False, **early
+        )  # fmt: skip
+        return
     decode.attn_fold_kernel[(tokens, heads)](
-        *parts, out, lse, cu_q, seq_lens, sequences, heads, out.stride(0), out.stride(1), lse.stride(0),
-        D=head_dim, BLOCK_D=block_d, SEGMENT=segment, SHORT=short, B=room, UNROLL=fold_row.unroll,
-        OVERLAPPED=row.specialised, **options(fold_row), **early,
+        *folded, **shape, BLOCK_D=block_d, B=room, UNROLL=fold_row.unroll, OVERLAPPED=row.specialised,
+        **options(fold_row), **early,
     )  # fmt: skip

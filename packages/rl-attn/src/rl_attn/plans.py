@@ -29,7 +29,7 @@ class Row:
 
     block_m: query rows a program holds. block_n: keys a backward program holds or takes at a time. programs: persistent
     programs per processor (segments), unroll: segments in flight (fold). specialised: ``triton_hopper`` (forward and
-    paged), ``triton_hopper_decode`` (segments).
+    paged), ``triton_hopper_decode`` (segments), ``triton_hopper_fold`` (fold).
     """
 
     kernel: str

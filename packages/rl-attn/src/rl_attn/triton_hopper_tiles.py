@@ -7,7 +7,7 @@ copy engine, packed rows or pages alike; groups of four warps hold 64 query rows
 from torch import Tensor, bfloat16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 NEG_INF = gl.constexpr(float("-inf"))
@@ -17,6 +17,8 @@ SUM_COLUMNS = gl.constexpr(8)  # the narrowest right operand of the matrix unit
 # their names in Triton 3.6 and after it
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -48,6 +50,15 @@ def fold_factors(m, part_m):
     m_new = gl.maximum(m, part_m)
     shift = finite(m_new)
     return m_new, gl.exp2(m - shift), gl.exp2(part_m - shift)
+
+
+@gluon.jit
+def flat(x, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared fp32 memory seen in another shape."""
+    if RENAMED:
+        return x.reinterpret(gl.float32, SHAPE, LAYOUT)
+    else:
+        return x._reinterpret(gl.float32, SHAPE, LAYOUT)
 
 
 @gluon.jit
