@@ -49,8 +49,8 @@ def _fetch(
 
 @gluon.jit
 def _attend(
-    which, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse, positions, c,
-    q_begin, q_len, k_len, token0, kv_head, tiles, bad, so_t, so_h, s_lse,
+    which, q, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse, positions, c,
+    q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t, so_h, s_lse,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr,
     STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,16 @@ def _attend(
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout_s)
     left_o: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
     left_w: gl.constexpr = gl.DotOperandLayout(0, layout_w, 2)
+    plain: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16] if D == 128 else [4, 8], [4, 1], [1, 0])
 
+    # on its way while positions are read and the first keys arrive
+    q_rows = which * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, plain))
+    q_token = token0 + q_rows // GROUP
+    q_at = (q_begin + q_token).to(gl.int64) * sq_t + (kv_head * GROUP + q_rows % GROUP).to(gl.int64) * sq_h
+    q_values = gl.load(
+        q + gl.expand_dims(q_at, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, plain)), 0),
+        mask=gl.expand_dims((q_token < q_len) & (q_rows < TOKENS * GROUP), 1), other=0.0,
+    )  # fmt: skip
     rows = which * GROUP_ROWS + gl.arange(0, GROUP_ROWS, rows_layout)
     token = token0 + rows // GROUP
     row_ok = (token < q_len) & (rows < TOKENS * GROUP)
@@ -81,6 +90,9 @@ def _attend(
     total_m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, rows_layout)
     total_w = gl.zeros([GROUP_ROWS, SUM_COLUMNS], gl.float32, layout_w)
     total.store(o)
+    q_tile.store(q_values)
+    fence_async_shared()
+    barrier()
     empty = gl.zeros([GROUP_ROWS, KEY_TILE], gl.float32, layout_s)
 
     mbarrier.wait(k_ready.index(0), 0)
@@ -171,17 +183,17 @@ def attn_fwd_sm90_kernel(
     """
     TOKENS: gl.constexpr = 2 * GROUP_ROWS // GROUP
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    plain: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16] if D == 128 else [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = k_desc.dtype
     # the longest rows first
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
     kv_head = gl.program_id(1)
-    count = 0
-    for start in range(0, sequences, 128):
-        b = start + gl.arange(0, 128, line)
-        begin = gl.load(cu_q + b, mask=b < sequences, other=0).to(gl.int32)
-        count += gl.sum(((begin // TOKENS + b <= tile) & (b < sequences)).to(gl.int32), 0)
-    sequence = count - 1
+    sequence = 0
+    if sequences > 1:
+        for start in range(0, sequences, 128):
+            b = start + gl.arange(0, 128, line)
+            begin = gl.load(cu_q + b, mask=b < sequences, other=0).to(gl.int32)
+            sequence += gl.sum(((begin // TOKENS + b <= tile) & (b < sequences)).to(gl.int32), 0)
+        sequence -= 1
     q_begin = gl.load(cu_q + sequence).to(gl.int32)
     q_len = gl.load(cu_q + sequence + 1).to(gl.int32) - q_begin
     token0 = (tile - q_begin // TOKENS - sequence) * TOKENS
@@ -213,24 +225,15 @@ def attn_fwd_sm90_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
 
-    limit = 0
-    for half in gl.static_range(2):
-        rows = half * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, plain))
-        token = token0 + rows // GROUP
-        row_ok = (token < q_len) & (rows < TOKENS * GROUP)
-        if PAGE == 0:
-            position = gl.load(positions + (q_begin + token).to(gl.int64), mask=row_ok, other=-1).to(gl.int32)
-            limit = gl.maximum(limit, gl.max(position, 0) + 1)
-        head = (kv_head * GROUP + rows % GROUP).to(gl.int64)
-        at = (q_begin + token).to(gl.int64) * sq_t + head * sq_h
-        d = gl.arange(0, D, gl.SliceLayout(0, plain))
-        values = gl.load(q + gl.expand_dims(at, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(row_ok, 1), other=0.0)
-        q_tiles.index(half).store(values)
     ones.store(gl.full([SUM_COLUMNS, KEY_TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+    # positions ascend: the tile's last row sees the most keys
+    last_token = gl.minimum(token0 + TOKENS, q_len) - 1
     bad = 0
     last_entry = 0
-    if PAGE != 0:
-        limit = gl.maximum(k_len - q_len + gl.minimum(token0 + TOKENS, q_len), 0)
+    if PAGE == 0:
+        limit = gl.load(positions + (q_begin + last_token).to(gl.int64)).to(gl.int32) + 1
+    else:
+        limit = gl.maximum(k_len - q_len + last_token + 1, 0)
         last_entry = gl.maximum((limit - 1) // PAGE, 0)
         for start in range(0, (limit + PAGE - 1) // PAGE, 1024):
             entry = start + gl.arange(0, 1024, line)
@@ -246,16 +249,16 @@ def attn_fwd_sm90_kernel(
             (
                 _attend,
                 (
-                    0, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse,
-                    positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, so_t, so_h, s_lse,
+                    0, q, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse,
+                    positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t, so_h, s_lse,
                     GROUP, TOKENS, D, KEY_TILE, SEGMENT, STAGES, PAGE,
                 ),
             ),
             (
                 _attend,
                 (
-                    1, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse,
-                    positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, so_t, so_h, s_lse,
+                    1, q, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse,
+                    positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t, so_h, s_lse,
                     GROUP, TOKENS, D, KEY_TILE, SEGMENT, STAGES, PAGE,
                 ),
             ),
