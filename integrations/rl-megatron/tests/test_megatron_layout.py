@@ -174,7 +174,7 @@ def test_layout_largest_cuts_and_long_rows_equal_one_rank(tmp_path: Path, tiny: 
     config = tiny.tiny_config(num_key_value_heads=8, max_position_embeddings=2048)
     path = tiny.write_folder(tmp_path / "model", config, tiny.tiny_tensors(config))
     samples = tiny.tiny_samples(97, ((500, 12), (505, 8), (1020, 30), (1, 3)))
-    assert rl_attn.segments_of(1050) > 2
+    assert rl_attn.segments_of(1050) > 1
     scores = {}
     for tp, cp in ((1, 1), (8, 1), (1, 4)):
         trainer = {

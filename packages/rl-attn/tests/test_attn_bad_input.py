@@ -208,7 +208,7 @@ def test_segments_of_refuses_what_is_no_count(given):
 
 def test_context_parallel_refuses_no_parts_and_odd_cu_seqlens():
     cu = torch.tensor([0, 8])
-    assert [rl_attn.segments_of(n) for n in (0, 1, 512, 513)] == [0, 1, 1, 2]
+    assert [rl_attn.segments_of(n) for n in (0, 1, 1024, 1025)] == [0, 1, 1, 2]
     with pytest.raises(ContractError, match="no parts"):
         rl_attn.cp_merge([], cu)
     for bad in (cu.float(), cu[None], cu[:0]):

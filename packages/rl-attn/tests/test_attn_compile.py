@@ -13,7 +13,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from rl_attn import gpu, plans  # noqa: E402
-from rl_contract.profile import KEY_TILE  # noqa: E402
+from rl_contract.profile import KEY_TILE, SEGMENT  # noqa: E402
 
 ARCHS = {"sm90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 # bytes of shared memory that one program may ask for
@@ -66,14 +66,14 @@ def _launch(row, head_dim, page, key_tile=KEY_TILE):
 
     shape = {"GROUP": 4, "D": head_dim}
     wide = shape | {"BLOCK_D": gpu.padded(head_dim)}
-    tile = {"KEY_TILE": key_tile, "SEGMENT": 512, "PAGE": page}
+    tile = {"KEY_TILE": key_tile, "SEGMENT": SEGMENT, "PAGE": page}
     stages = gpu.stages_for(row, key_tile)
     options = {"num_warps": row.warps, "num_stages": stages}
     if row.specialised:
         from rl_attn import triton_hopper, triton_hopper_decode, triton_hopper_fold
 
         if row.kernel == "fold":
-            constants = {"D": head_dim, "SEGMENT": 512, "SHORT": 1}
+            constants = {"D": head_dim, "SEGMENT": SEGMENT, "SHORT": 1}
             return triton_hopper_fold.attn_fold_sm90_kernel, constants, {"num_warps": 4}, GLUON
 
         decode = row.kernel == "segments"
@@ -90,9 +90,10 @@ def _launch(row, head_dim, page, key_tile=KEY_TILE):
         return triton_decode.attn_segments_kernel, constants, options, 0
     if row.kernel == "fold":
         constants = {k: v for k, v in wide.items() if k != "GROUP"}
-        constants |= {"SEGMENT": 512, "SHORT": 1, "B": 16, "UNROLL": row.unroll, "OVERLAPPED": False}
+        constants |= {"SEGMENT": SEGMENT, "SHORT": 1, "B": 16, "UNROLL": row.unroll, "OVERLAPPED": False}
         return triton_decode.attn_fold_kernel, constants, options, 0
     kernel = getattr(triton_backward, f"attn_{row.kernel}_kernel")
+    options["num_stages"] = row.stages
     return kernel, wide | {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n}, options, 0
 
 

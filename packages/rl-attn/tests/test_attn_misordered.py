@@ -29,7 +29,7 @@ def attend(s, rows, bounds, *, backwards=False, key_tile=KEY_TILE):
 
 @pytest.fixture
 def case(lab):
-    s = lab.sequence(1300, heads=8, kv_heads=2, head_dim=32, dtype=torch.float32)
+    s = lab.sequence(1300, heads=8, kv_heads=2, head_dim=32, dtype=torch.float32, segment=512)
     assert lab.folded_segments() == [3]
     return s, torch.arange(1200, 1300)
 

@@ -11,7 +11,7 @@ from rl_attn.paged import PagedKV
 from rl_contract.profile import KEY_TILE, SEGMENT
 
 DEVICE = "cuda"
-LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049, 8193)
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049, 8193, 1024, 1025)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

@@ -155,6 +155,6 @@ def attn_fold_kernel(
             total_w = tl.fma(total_w, a, ws[i] * factor)
             total_o = tl.fma(total_o, a, os[i] * factor)
             total_m = m
-    result = divide(total_o, total_w).to(out.dtype.element_ty)
+    result = divide(total_o, total_w, d < D).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * so_t + head.to(tl.int64) * so_h + d, result, mask=d < D)
     tl.store(lse + row.to(tl.int64) * s_lse + head + d * 0, log_sum(total_m, total_w), mask=d == 0)

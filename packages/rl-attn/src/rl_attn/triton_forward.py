@@ -94,7 +94,8 @@ def attn_fwd_kernel(
     total_m, total_w, total_o = fold(total_m, total_w, total_o, m, w, o)
 
     row_sum = first_column(total_w)
-    result = divide(total_o, row_sum[:, None])
+    live = row_ok[:, None] & (d < D)[None, :]
+    result = divide(total_o, row_sum[:, None], live)
     row_lse = log_sum(total_m, row_sum)
     if PAGE != 0:
         # rows that needed a page outside the cache become NaN
@@ -102,5 +103,5 @@ def attn_fwd_kernel(
         result = tl.where(bad, float("nan"), result)
         row_lse = tl.where(bad, float("nan"), row_lse)
     out_at = out + row[:, None] * so_t + head.to(tl.int64)[:, None] * so_h + d[None, :]
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :])
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=live)
     tl.store(lse + row * s_lse + head, row_lse, mask=row_ok)

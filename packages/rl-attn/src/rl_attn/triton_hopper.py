@@ -22,6 +22,7 @@ from rl_attn.triton_hopper_tiles import (
     SUM_COLUMNS,
     barrier,
     columns,
+    divide,
     drop_rows,
     fetch_tile,
     fold_factors,
@@ -145,9 +146,11 @@ def _attend(
     total_w = gl.fma(total_w, columns(a, layout_w), w * columns(b, layout_w))
     total_o = gl.fma(total.load(layout_o), columns(a, layout_o), o * columns(b, layout_o))
 
+    out_rows = which * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout_o))
+    out_token = token0 + out_rows // GROUP
+    out_ok = (out_token < q_len) & (out_rows < TOKENS * GROUP)
     row_sum = gl.max(total_w, 1)
-    some = row_sum != 0.0
-    result = gl.div_rn(total_o, columns(gl.where(some, row_sum, 1.0), layout_o) + gl.zeros_like(total_o))
+    result = divide(total_o, row_sum, out_ok, layout_o)
     row_sum = gl.convert_layout(row_sum, rows_layout)
     some = row_sum != 0.0
     row_lse = gl.where(some, (total_m + gl.log2(gl.where(some, row_sum, 1.0))) * LN2, NEG_INF)
@@ -157,9 +160,6 @@ def _attend(
         row_lse = gl.where(bad != 0, float("nan"), row_lse)
     head = kv_head * GROUP + rows % GROUP
     gl.store(lse + (q_begin + token).to(gl.int64) * s_lse + head, row_lse, mask=row_ok)
-    out_rows = which * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout_o))
-    out_token = token0 + out_rows // GROUP
-    out_ok = (out_token < q_len) & (out_rows < TOKENS * GROUP)
     out_head = (kv_head * GROUP + out_rows % GROUP).to(gl.int64)
     at = (q_begin + out_token).to(gl.int64) * so_t + out_head * so_h
     d = gl.arange(0, D, gl.SliceLayout(0, layout_o))

@@ -23,11 +23,17 @@ from rl_attn.triton_hopper_tiles import (
     SUM_COLUMNS,
     barrier,
     columns,
+    divide,
     drop_rows,
     fetch_tile,
+    flat,
     fold_factors,
     weigh,
 )
+
+DONE_ROWS = gl.constexpr(8)  # rows of a finished sequence that four warps divide at a time
+ROWS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+SUMS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -119,9 +125,42 @@ def _fetch_segments(
 
 
 @gluon.jit
+def _finish(
+    m, w, o, rows_done, sums_done, out, lse, q_begin, q_len, head, so_t, so_h, s_lse,
+    GROUP: gl.constexpr, D: gl.constexpr, rows_layout: gl.constexpr, layout_o: gl.constexpr,
+):  # fmt: skip
+    """Fold the only segment of a sequence into the empty state, divide and store; rows change threads, so that all of
+    them divide rows that somebody asked for."""
+    plain: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32] if D == 128 else [2, 16], [4, 1], [1, 0])
+    rows = gl.arange(0, GROUP_ROWS, rows_layout)
+    total_m, a, b = fold_factors(gl.full([GROUP_ROWS], NEG_INF, gl.float32, rows_layout), m)
+    total_w = gl.fma(gl.zeros([GROUP_ROWS], gl.float32, rows_layout), a, w * b)
+    total_o = gl.fma(gl.zeros([GROUP_ROWS, D], gl.float32, layout_o), columns(a, layout_o), o * columns(b, layout_o))
+    some = total_w != 0.0
+    row_lse = gl.where(some, (total_m + gl.log2(gl.where(some, total_w, 1.0))) * LN2, NEG_INF)
+    at = (q_begin + rows // GROUP).to(gl.int64) * s_lse + head + rows % GROUP
+    gl.store(lse + at, row_lse, mask=rows // GROUP < q_len)
+    flat(rows_done, [GROUP_ROWS, D], ROWS_SHARED).store(total_o)
+    flat(sums_done, [GROUP_ROWS], SUMS_SHARED).store(total_w)
+    barrier()
+    d = gl.arange(0, D, gl.SliceLayout(0, plain))
+    for first in range(0, q_len * GROUP, DONE_ROWS):
+        row = first + gl.arange(0, DONE_ROWS, gl.SliceLayout(1, plain))
+        live = row // GROUP < q_len
+        sums = sums_done.index(first // DONE_ROWS).load(gl.SliceLayout(1, plain))
+        result = divide(rows_done.index(first // DONE_ROWS).load(plain), sums, live, plain)
+        to = (q_begin + row // GROUP).to(gl.int64) * so_t + (head + row % GROUP).to(gl.int64) * so_h
+        gl.store(
+            out + gl.expand_dims(to, 1) + gl.expand_dims(d, 0), result.to(out.dtype.element_ty),
+            mask=gl.expand_dims(live, 1),
+        )  # fmt: skip
+    barrier()
+
+
+@gluon.jit
 def _attend_segments(
-    q, tiles, ones, ready, empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens, table, c, sequences, kv_heads,
-    blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
+    q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens, table, c,
+    sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
@@ -201,25 +240,8 @@ def _attend_segments(
             row_sum = gl.where(bad != 0, float("nan"), gl.max(w, 1))
             head = kv_head * GROUP
             if count == 1:
-                total_m, a, b = fold_factors(gl.full([GROUP_ROWS], NEG_INF, gl.float32, rows_layout), m)
-                nothing = gl.zeros([GROUP_ROWS, D], gl.float32, layout_o)
-                total_o = gl.fma(nothing, columns(a, layout_o), o * columns(b, layout_o))
-                total_w = gl.fma(
-                    gl.zeros([GROUP_ROWS], gl.float32, rows_layout), a, gl.convert_layout(row_sum, rows_layout) * b
-                )
-                some = total_w != 0.0
-                divisor = gl.where(some, total_w, 1.0)
-                result = gl.div_rn(total_o, columns(divisor, layout_o) + nothing)
-                row_lse = gl.where(some, (total_m + gl.log2(divisor)) * LN2, NEG_INF)
-                gl.store(
-                    lse + (q_begin + rows // GROUP).to(gl.int64) * s_lse + head + rows % GROUP, row_lse,
-                    mask=rows // GROUP < q_len,
-                )  # fmt: skip
-                to = (q_begin + o_rows // GROUP).to(gl.int64) * so_t + (head + o_rows % GROUP).to(gl.int64) * so_h
-                gl.store(
-                    out + gl.expand_dims(to, 1) + gl.expand_dims(o_d, 0), result.to(out.dtype.element_ty),
-                    mask=gl.expand_dims(o_rows // GROUP < q_len, 1),
-                )  # fmt: skip
+                _finish(m, gl.convert_layout(row_sum, rows_layout), o, rows_done, sums_done, out, lse, q_begin, q_len,
+                        head, so_t, so_h, s_lse, GROUP, D, rows_layout, layout_o)  # fmt: skip
             else:
                 # partial states of slot (sequence, segment, query)
                 first_slot = slots + segment * q_len
@@ -248,6 +270,8 @@ def attn_segments_sm90_kernel(
     ones_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, KEY_TILE], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], k_desc.layout)
     ones = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, KEY_TILE], ones_shared)
+    rows_done = gl.allocate_shared_memory(gl.float32, [GROUP_ROWS // DONE_ROWS, DONE_ROWS, D], ROWS_SHARED)
+    sums_done = gl.allocate_shared_memory(gl.float32, [GROUP_ROWS // DONE_ROWS, DONE_ROWS], SUMS_SHARED)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -265,8 +289,8 @@ def attn_segments_sm90_kernel(
             (
                 _attend_segments,
                 (
-                    q, tiles, ones, ready, empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens, table, c, sequences,
-                    kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
+                    q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, cu_q,
+                    seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
                     GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
                 ),
             ),

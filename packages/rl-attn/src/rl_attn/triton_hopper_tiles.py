@@ -53,6 +53,15 @@ def fold_factors(m, part_m):
 
 
 @gluon.jit
+def divide(o, w, live, like: gl.constexpr):
+    """As ``triton_tiles.divide``: O of layout ``like``, a row sum a row, and which rows are live, of O's rows."""
+    live = gl.expand_dims(live, 1)
+    w = columns(w, like)
+    divisor = gl.where(live & (w != 0.0), w, 1.0)
+    return gl.div_rn(gl.where(live, o, 1.0), divisor + gl.zeros_like(o))
+
+
+@gluon.jit
 def flat(x, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Shared fp32 memory seen in another shape."""
     if RENAMED:

@@ -65,9 +65,12 @@ def fold(m, w, o, part_m, part_w, part_o):
 
 
 @triton.jit
-def divide(o, w):
-    """O / row sum; ``w`` in a shape that fits O. A row without any weight gives 0."""
-    return tl.div_rn(o, tl.where(w != 0.0, w, 1.0))
+def divide(o, w, live):
+    """O / row sum; ``w`` in a shape that fits O. A row without any weight gives 0.
+
+    What is not ``live`` divides 1 by 1: division on NVIDIA takes a slow path wherever a numerator is zero.
+    """
+    return tl.div_rn(tl.where(live, o, 1.0), tl.where(live & (w != 0.0), w, 1.0))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from rl_contract.errors import ContractError
 
 BOUNDARY_GROUP = "rl_contract.boundaries"
 # attention's default tiles
-KEY_TILE, SEGMENT = 128, 512
+KEY_TILE, SEGMENT = 128, 1024
 ARCHS = ("cpu", "sm90", "gfx942", "gfx950")
 DTYPES = ("bfloat16", "float16", "float32")
 # theta and rotary_dim, then the keys of a scaling rule as Hugging Face spells them
