@@ -276,7 +276,54 @@ def body_sampler():
     assert (got < 0).tolist() == [False, True, False, False, True, False]
 
 
-@pytest.mark.parametrize("name", ["statistics", "kept", "few", "head", "nonfinite", "sampler"])
+def body_draw():
+    """Tokens, log-probabilities and ranks of the single operators; padding and bad rows told apart."""
+    from rl_logprob import draw, triton_draw, triton_sample, triton_scores
+
+    for vocab, rows in ((1900, 7), (300, 3), (5000, 2)):
+        logits = torch.randn(rows, vocab + 100) * 3
+        logits[:, vocab:] = torch.nan
+        logits[-1, 5] = logits[-1, 200] = 60.0
+        seeds, positions = torch.randint(-(2**62), 2**62, (rows,)), torch.arange(rows) * 1000
+        kinds = torch.tensor([draw.DRAWN, draw.GREEDY] * rows)[:rows]
+        temp = torch.where(kinds == draw.GREEDY, 1.0, torch.rand(rows) + 0.5)
+        bad, out = torch.tensor([5]), torch.full((3, rows), -7)
+        triton_draw.draw(logits, seeds, positions, temp, kinds, vocab, bad, out)
+        got = draw.unpack(out, rows)
+        want = [triton_sample.sample(logits, seeds, positions, temp, vocab, greedy) for greedy in (False, True)]
+        ids = torch.where(kinds == draw.GREEDY, want[1], want[0])
+        found = triton_scores.new_stats(rows, -(-vocab // 128), False, logits.device)
+        triton_scores.tile_stats(logits, temp, vocab, found, 0)
+        at = torch.arange(rows)
+        logp = triton_scores.selected(logits[at, ids] / temp, triton_scores.merge(*found))
+        assert torch.equal(got.ids, ids)
+        assert torch.equal(got.logprobs.view(torch.int32), logp.view(torch.int32))
+        assert torch.equal(got.ranks, (logits[:, :vocab] >= logits[at, ids][:, None]).sum(1))
+        assert int(bad) == 5
+        # and the CPU's, whose statistics have functions of their own
+        cpu, count = torch.full((3, rows), -7), torch.tensor([0])
+        draw.draw_scored(logits, seeds, positions, temp, kinds, vocab_size=vocab, bad=count, out=cpu)
+        mine = draw.unpack(cpu, rows)
+        assert torch.equal(mine.ids, ids)
+        assert torch.equal(mine.ranks, got.ranks)
+        assert (mine.logprobs - got.logprobs).abs().max() < 2e-6
+        assert int(count) == 0
+    logits = torch.randn(6, 300)
+    logits[0, 299], logits[1, 3] = torch.nan, torch.inf
+    logits[2] = logits[5] = -torch.inf
+    kinds = torch.tensor([0, 1, 0, 1, 0, -1])
+    temp = torch.tensor([1.0, 1.0, 0.7, 1.0, -1.0, 1.0])
+    bad, out = torch.tensor([0]), torch.full((3, 6), -7)
+    triton_draw.draw(logits, torch.arange(6), torch.arange(6), temp, kinds, 300, bad, out)
+    got = draw.unpack(out, 6)
+    assert int(bad) == 4
+    assert got.ids[[0, 1, 2, 4, 5]].tolist() == [0] * 5
+    assert torch.isnan(got.logprobs[:5]).tolist() == [True, True, True, False, True]
+    assert int(got.ids[3]) == int(logits[3].argmax())
+    assert int(got.ranks[3]) == 1
+
+
+@pytest.mark.parametrize("name", ["statistics", "kept", "few", "head", "nonfinite", "sampler", "draw"])
 def test_interpreter(name):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -290,7 +337,7 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from rl_logprob import triton_few, triton_head, triton_sample, triton_scores, triton_support
+    from rl_logprob import triton_draw, triton_few, triton_head, triton_sample, triton_scores, triton_support
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter is on")
@@ -335,6 +382,23 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
             triton_sample.sample_kernel,
             sample | {"per_program": i, "stride": i},
             {"GREEDY": False, "UNIT": False, "SUPPORT": True, "BLOCK": 1024},
+        ),
+        (
+            triton_draw.draw_kernel,
+            {"logits": f, "seeds": n, "positions": n, "temperature": f, "kinds": n, "values": d, "ids_out": "*i32"}
+            | {"m": f, "s": n, "V": i, "per_program": i, "stride": i},
+            {"TILES": 8},
+        ),
+        (
+            triton_draw.score_kernel,
+            {"logits": f, "temperature": f, "kinds": n, "values": d, "ids": "*i32", "m": f, "s": n, "out": n, "bad": n}
+            | {"V": i, "parts": i, "stride": i},
+            {"PARTS": 256, "TILES": 512},
+        ),
+        (
+            triton_draw.rank_kernel,
+            {"logits": f, "kinds": n, "out": n, "V": i, "per_program": i, "stride": i},
+            {"BLOCK": 1024},
         ),
         (
             triton_support.support_kernel,

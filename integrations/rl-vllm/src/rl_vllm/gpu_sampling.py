@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 import rl_logprob
 from rl_contract import ContractError, Profile
 from rl_logprob.checks import row_temperature
+from rl_logprob.draw import draw_scored
 from rl_logprob.sampling import sample_op
 
 
@@ -80,6 +81,16 @@ class Draws:
         self._bad += (chosen < 0).sum()
         self._seen.copy_(self._bad, non_blocking=True)
         return chosen.clamp_(min=0)
+
+    def scored(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, out: Tensor
+    ) -> None:
+        """``draw``, ``selected`` and ranks in one call that a graph may capture; see ``rl_logprob.draw``."""
+        draw_scored(
+            logits, seeds, positions, temperature, kinds, vocab_size=self.vocab_size, vocab_tile=self.vocab_tile,
+            bad=self._bad, out=out,
+        )  # fmt: skip
+        self._seen.copy_(self._bad, non_blocking=True)
 
     def selected(self, scored: Scored, ids: Tensor) -> Tensor:
         """fp32 [T], NaN for a row without a finite logit; no second [T, V] tensor is made."""

@@ -1,7 +1,7 @@
 """vLLM's GPU worker with a strict model inside: CUDA graphs counted, sleep and wake guarded, both model runners."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.gpu_worker import Worker
@@ -10,6 +10,9 @@ from rl_contract import ContractError
 from rl_vllm import graphs
 from rl_vllm.generators import make_seed_holders
 from rl_vllm.reporting import Reporting, StrictLoading
+
+if TYPE_CHECKING:
+    from rl_vllm.sampling_graphs import SamplingGraphs
 
 
 def share_kernel_cache() -> str:
@@ -97,18 +100,27 @@ class AuditGPUWorker(ReportingGPUWorker):
 class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
     """Builds the model out of strict layers and the sampler out of strict log-probabilities."""
 
+    _sampling: "SamplingGraphs | None" = None
+
     def load_model(self, **kwargs: Any) -> None:
         share_kernel_cache()
         super().load_model(**kwargs)
 
     def _complete(self) -> None:
-        from rl_vllm import fusing
+        from rl_vllm import fusing, sampling_graphs
         from rl_vllm.gpu_sampling import install
 
         if fusing.decided(self.vllm_config):
             fusing.fuse(self.model_runner.get_model())
         self._v2 = bool(getattr(self, "use_v2_model_runner", False))
         self._draws = install(self.strict.profile, self.model_runner, self._v2)
+        if self._v2:
+            self._sampling = sampling_graphs.install(self.model_runner, self.vllm_config)
+
+    def rl_reset_launches(self) -> None:
+        super().rl_reset_launches()
+        if self._sampling is not None:
+            self._sampling.reset()
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()
@@ -123,4 +135,4 @@ class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
     def rl_report(self) -> dict[str, Any]:
         torch.cuda.synchronize()
         self._draws.check()
-        return super().rl_report()
+        return super().rl_report() | {"sampling": {} if self._sampling is None else self._sampling.report()}

@@ -83,6 +83,8 @@ CUDA = Platform(
         ("vllm.v1.worker.gpu_worker", "Worker.load_model"),
         ("vllm.v1.worker.gpu_worker", "Worker.execute_model"),
         ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
+        ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.sample"),
+        ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.capture_model"),
         ("vllm.v1.worker.gpu.sample.sampler", "Sampler.sample"),
         ("vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs"),
         ("vllm.v1.worker.gpu.sample.logprob", "_ranks_kernel"),

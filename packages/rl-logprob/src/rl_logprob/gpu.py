@@ -27,20 +27,21 @@ STATS_BYTES = 192 << 20
 
 @cache
 def kernels() -> Any:
-    """The Triton modules, as attributes ``head``, ``few``, ``scores``, ``sample``, ``support``.
+    """The Triton modules, as attributes ``head``, ``few``, ``scores``, ``sample``, ``draw``, ``support``.
 
     Raises:
         MissingSupport: Triton is not installed.
     """
     try:
-        from rl_logprob import triton_few, triton_head, triton_sample, triton_scores, triton_support
+        from rl_logprob import triton_draw, triton_few, triton_head, triton_sample, triton_scores, triton_support
     except ImportError as error:
         raise MissingSupport(
             f"rl_logprob on a GPU needs Triton ({error}); install a PyTorch build with Triton"
         ) from error
 
     class Kernels:
-        head, few, scores, sample, support = triton_head, triton_few, triton_scores, triton_sample, triton_support
+        head, few, scores, support = triton_head, triton_few, triton_scores, triton_support
+        sample, draw = triton_sample, triton_draw
 
     return Kernels
 

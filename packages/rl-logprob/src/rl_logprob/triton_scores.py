@@ -136,18 +136,24 @@ def _rows_sums(
 
 
 @triton.jit
-def _store_state(state, rows, row_mask, top, total, weighted, ENTROPY: tl.constexpr):
-    """fp64 [T, 3]: M, log of the sum of exp(x - M), entropy or NaN. NaN for a row that is not finite."""
+def _log_total(top, total):
+    """fp64: M, the sum of exp(x - M), its log; M and the log are NaN for a row that is not finite."""
     good = (top > float("-inf")) & (top < float("inf"))
     whole = tl.where(good, total.to(tl.float64) * 2.2737367544323206e-13, 1.0)
-    log_total = log_f64(whole)
-    nan = tl.full(rows.shape, float("nan"), tl.float64)
+    nan = tl.full(top.shape, float("nan"), tl.float64)
+    return tl.where(good, top.to(tl.float64), nan), whole, tl.where(good, log_f64(whole), nan)
+
+
+@triton.jit
+def _store_state(state, rows, row_mask, top, total, weighted, ENTROPY: tl.constexpr):
+    """fp64 [T, 3]: M, log of the sum of exp(x - M), entropy or NaN. NaN for a row that is not finite."""
+    high, whole, log_total = _log_total(top, total)
     at = rows.to(tl.int64) * 3
-    tl.store(state + at, tl.where(good, top.to(tl.float64), nan), mask=row_mask)
-    tl.store(state + at + 1, tl.where(good, log_total, nan), mask=row_mask)
-    entropy = nan
+    tl.store(state + at, high, mask=row_mask)
+    tl.store(state + at + 1, log_total, mask=row_mask)
+    entropy = tl.full(rows.shape, float("nan"), tl.float64)
     if ENTROPY:
-        entropy = tl.where(good, log_total + weighted.to(tl.float64) * 2.2737367544323206e-13 / whole, nan)
+        entropy = log_total + weighted.to(tl.float64) * 2.2737367544323206e-13 / whole
     tl.store(state + at + 2, entropy, mask=row_mask)
 
 

@@ -1,0 +1,274 @@
+"""Head, draw, log-probabilities and ranks of the V2 runner as one graph: same tokens, padding, the ways around it.
+
+No GPU needed: a CPU runs what a graph holds each time it is replayed.
+"""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoint import tiny_config
+
+import rl_gemm
+import rl_vllm
+from rl_contract import ContractError, build_profile
+
+pytest.importorskip("vllm")
+
+CONFIG = tiny_config()
+VOCAB, HIDDEN = CONFIG["vocab_size"], CONFIG["hidden_size"]
+# of the runner's eight requests; the last two are the same but for their seeds
+TEMPERATURES = torch.tensor([0.7, 0.0, 1.0, 1.3, 0.0, 0.5, 0.9, 0.9])
+SEEDS = torch.tensor([11, 12, -13, 14, 15, 16, 17, 18])
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return build_profile("tiny", rl_vllm.settings_from_hf(CONFIG, leaves=4))
+
+
+class Model(torch.nn.Module):
+    """A head of VOCAB ids and three columns of padding, which are cut off."""
+
+    def __init__(self):
+        super().__init__()
+        g = torch.Generator().manual_seed(1)
+        self.lm_head = torch.nn.Linear(HIDDEN, VOCAB + 3, bias=False)
+        self.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB + 3, HIDDEN, generator=g), requires_grad=False)
+
+    def compute_logits(self, hidden):
+        # torch's own product of a row depends on the number of rows
+        return rl_gemm.column_parallel_linear(hidden, self.lm_head.weight, out_dtype=torch.float32)[:, :VOCAB]
+
+
+def runner_of(profile, sizes=(1, 2, 4)):
+    from rl_vllm.gpu_sampling import StrictRunnerSampler
+    from rl_vllm.sampling_graphs import SamplingGraphs
+
+    states = SimpleNamespace(
+        temperature=SimpleNamespace(np=TEMPERATURES.numpy(), gpu=TEMPERATURES), seeds=SimpleNamespace(gpu=SEEDS),
+        num_logprobs=np.zeros(8, np.int32),
+    )  # fmt: skip
+    stock = SimpleNamespace(
+        sampling_states=states, compute_nans=False,
+        logprob_token_ids_state=SimpleNamespace(max_num_token_ids=lambda rows: 0),
+        req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=torch.tensor([5, 5, 5, 5, 5, 5, 5, 900]))),
+    )  # fmt: skip
+    runner = SimpleNamespace(
+        sampler=StrictRunnerSampler(profile, stock, torch.device("cpu")), device=torch.device("cpu"), model=Model(),
+        model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32),
+        sample=lambda *args: ("stock", args),
+    )  # fmt: skip
+    made = SamplingGraphs(runner, list(sizes))
+    runner.sample = made.sample
+    return runner, made
+
+
+def batch(requests, seed=0):
+    """(hidden states of two tokens a request, the batch of these requests)."""
+    g = torch.Generator().manual_seed(seed)
+    rows = len(requests)
+    index = torch.tensor(requests, dtype=torch.int32)
+    hidden = torch.randn(2 * rows + 3, HIDDEN, generator=g)
+    positions = torch.arange(2 * rows + 3) * 7
+    return hidden, SimpleNamespace(
+        num_reqs=rows, num_draft_tokens=0, idx_mapping_np=np.array(requests), expanded_idx_mapping=index,
+        logits_indices=torch.arange(rows) * 2 + 1, positions=positions, seq_lens=torch.tensor([9] * rows),
+    )  # fmt: skip
+
+
+def wanted(profile, runner, hidden, given):
+    import rl_logprob
+
+    logits = runner.model.compute_logits(hidden[given.logits_indices])
+    at = given.expanded_idx_mapping.long()
+    temperature = torch.where(TEMPERATURES[at] == 0, 1.0, TEMPERATURES[at])
+    positions = given.positions[given.logits_indices] + 1
+    drawn = rl_logprob.gumbel_sample(logits, SEEDS[at], positions, vocab_size=VOCAB, temperature=temperature)
+    ids = torch.where(TEMPERATURES[at] == 0, rl_logprob.greedy_sample(logits, vocab_size=VOCAB), drawn)
+    tile = profile.settings.vocab_tile
+    logp = rl_logprob.selected_logprob(logits, ids, vocab_size=VOCAB, temperature=temperature, vocab_tile=tile)
+    return ids, logp, (logits >= logits.gather(1, ids[:, None])).sum(1)
+
+
+@pytest.mark.parametrize("requests", [[0], [1, 4], [3, 0, 2], [4, 2, 1, 0], [6]])
+def test_graph_equals_the_single_operators_whatever_pads_it(profile, requests):
+    runner, made = runner_of(profile)
+    made.capture()
+    # a larger batch before it leaves nothing behind
+    runner.sample(*batch([5, 1, 3, 0], seed=3))
+    hidden, given = batch(requests)
+    output, sampled, rejected = runner.sample(hidden, given, None)
+    ids, logp, ranks = wanted(profile, runner, hidden, given)
+    assert torch.equal(output.sampled_token_ids, ids[:, None])
+    scores = output.logprobs_tensors
+    assert torch.equal(scores.logprobs[:, 0].view(torch.int32), logp.view(torch.int32))
+    assert torch.equal(scores.logprob_token_ids, ids[:, None])
+    assert torch.equal(scores.selected_token_ranks, ranks)
+    assert sampled.tolist() == [1] * len(requests)
+    assert rejected.tolist() == [0] * len(requests)
+    assert made.report() == {"sizes": [1, 2, 4], "graph": 2}
+
+
+def test_outputs_of_a_step_outlive_the_next(profile):
+    runner, made = runner_of(profile)
+    made.capture()
+    first = runner.sample(*batch([0, 1]))[0]
+    kept = first.sampled_token_ids.clone(), first.logprobs_tensors.logprobs.clone()
+    runner.sample(*batch([2, 3], seed=8))
+    assert torch.equal(first.sampled_token_ids, kept[0])
+    assert torch.equal(first.logprobs_tensors.logprobs, kept[1])
+
+
+def test_unfinished_prompt_has_no_token_and_requests_without_logprobs_none(profile):
+    runner, made = runner_of(profile)
+    made.capture()
+    runner.sampler.sampling_states.num_logprobs[:] = -1
+    output, sampled, _ = runner.sample(*batch([0, 7]))
+    assert sampled.tolist() == [1, 0]
+    assert output.logprobs_tensors is None
+
+
+def test_step_that_needs_its_logits_or_is_too_large_goes_the_eager_way(profile):
+    runner, made = runner_of(profile)
+    assert runner.sample(*batch([0]))[0] == "stock"
+    made.capture()
+    made.reset()
+    states = runner.sampler.sampling_states
+    assert runner.sample(*batch([0, 1, 2, 3, 4]))[0] == "stock"
+    assert runner.sample(*batch([0]), object())[0] == "stock"
+    states.num_logprobs[1] = 5
+    assert runner.sample(*batch([1, 0]))[0] == "stock"
+    assert runner.sample(*batch([0]))[0] != "stock"
+    runner.sampler.logprob_token_ids_state.max_num_token_ids = lambda rows: 2
+    assert runner.sample(*batch([0]))[0] == "stock"
+    assert made.report() == {
+        "sizes": [1, 2, 4], "eager: too many rows": 1, "eager: grammar or drafts": 1, "eager: logits wanted": 2,
+        "graph": 1,
+    }  # fmt: skip
+
+
+def test_head_that_lies_elsewhere_is_captured_again(profile):
+    runner, made = runner_of(profile)
+    made.capture()
+    before = dict(made._replays)
+    runner.sample(*batch([0]))
+    assert made._replays == before
+    runner.model.lm_head.weight.data = runner.model.lm_head.weight.data.clone() * 2
+    hidden, given = batch([0])
+    output = runner.sample(hidden, given)[0]
+    assert torch.equal(output.sampled_token_ids[:, 0], wanted(profile, runner, hidden, given)[0])
+    assert made._replays[1] is not before[1]
+
+
+def test_bad_input_row_stops_the_engine_a_step_later_and_padding_never_does(profile):
+    runner, made = runner_of(profile)
+    made.capture()
+    hidden, given = batch([0, 1, 2])
+    hidden[3] = torch.nan
+    output = runner.sample(hidden, given)[0]
+    assert torch.isnan(output.logprobs_tensors.logprobs[:, 0]).tolist() == [False, True, False]
+    with pytest.raises(ContractError, match="logits of 1 rows held a NaN"):
+        runner.sample(*batch([0]))
+    runner.sampler.draws.forget()
+    # an engine whose weights are gone is captured without a complaint
+    runner.model.lm_head.weight.data.fill_(torch.nan)
+    made.capture()
+    runner.sampler.draws.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, [1, 8]), ({"eager": True}, []), ({"mode": 0}, []), ({"tp": 2}, []), ({"seqs": 300}, [1, 8, 256])],
+)
+def test_sizes_are_those_of_the_models_graphs(changes, found):
+    from rl_vllm.sampling_graphs import sizes_for
+
+    given = {"eager": False, "mode": 2, "tp": 1, "seqs": 100, **changes}
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=given["mode"], cudagraph_capture_sizes=[512, 256, 8, 1]),
+        model_config=SimpleNamespace(enforce_eager=given["eager"]),
+        parallel_config=SimpleNamespace(tensor_parallel_size=given["tp"]),
+        scheduler_config=SimpleNamespace(max_num_seqs=given["seqs"]),
+    )
+    assert sizes_for(config) == found
+
+
+def test_runner_captures_after_its_own_graphs_and_tells_the_memory(profile, monkeypatch):
+    from rl_vllm import sampling_graphs
+
+    runner, _ = runner_of(profile)
+    runner.capture_model = lambda: 100
+    monkeypatch.setattr(sampling_graphs, "sizes_for", lambda config: [1, 2])
+    free = iter([1000, 970])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 0))
+    made = sampling_graphs.install(runner, None)
+    assert made.report() == {"sizes": []}
+    assert runner.capture_model() == 130
+    assert made.report() == {"sizes": [1, 2]}
+    assert runner.sample(*batch([0]))[0] != "stock"
+    # a later runner that shares this work among ranks keeps its own way
+    runner.batch_sharder = object()
+    assert sampling_graphs.install(runner, None) is None
+
+
+def test_kernel_that_picks_rows_does_what_the_cpu_does(tmp_path):
+    """In the interpreter, which is chosen when a kernel is defined: in a process of its own."""
+    pytest.importorskip("triton")
+    program = """
+import torch
+from rl_vllm.triton_rows import pick_rows_kernel
+g = torch.Generator().manual_seed(0)
+for rows, size, width in ((3, 4, 40), (1, 1, 1030), (4, 4, 8)):
+    wide = torch.randn(9, width + 8, generator=g)
+    hidden_states, indices = wide[:, :width], torch.randperm(9, generator=g)[:rows]
+    positions, mapping = torch.arange(9) * 5, torch.randperm(6, generator=g)[:rows].int()
+    seeds = torch.randint(-(2**62), 2**62, (6,), generator=g)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 1e-7, 1.5, 0.0])
+    seq_lens, prefill = torch.tensor([7, 7, 7, 7]).int(), torch.tensor([7, 8, 3, 9, 1, 7]).int()
+    hidden, arena = torch.full((5, width), torch.nan), torch.full((20,), -9)
+    counts = torch.full((2, size), -9, dtype=torch.int32)
+    pick_rows_kernel[(size,)](
+        hidden_states, indices, positions, mapping, seeds, temperatures, seq_lens, prefill, hidden, arena, counts,
+        rows, hidden_states.stride(0), width, size, COLD=1e-5, BLOCK=1024,
+    )
+    at = mapping.long()
+    assert torch.equal(hidden[:rows], hidden_states[indices])
+    assert not hidden[rows:size].any() and hidden[size:].isnan().all()
+    found = arena[: 4 * size].view(4, size)
+    cold = temperatures[at] < 1e-5
+    assert torch.equal(found[0, :rows], seeds[at]) and torch.equal(found[1, :rows], positions[indices] + 1)
+    assert torch.equal(found[2, :rows], cold.long()) and (found[2, rows:] == -1).all()
+    temperature = found[3].view(torch.float32)[:size]
+    assert torch.equal(temperature[:rows], torch.where(cold, 1.0, temperatures[at])) and (temperature[rows:] == 1).all()
+    assert torch.equal(counts[0, :rows], (seq_lens[:rows] >= prefill[at]).int()) and not counts[1].any()
+    assert (arena[4 * size :] == -9).all()
+"""
+    script = tmp_path / "interpreted.py"
+    script.write_text(program)
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_kernel_that_picks_rows_compiles_without_a_gpu():
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from rl_vllm.triton_rows import pick_rows_kernel
+
+    n, i = "*i64", "*i32"
+    signature = {
+        "hidden_states": "*bf16", "logits_indices": n, "positions": n, "mapping": i, "seeds": n,
+        "temperatures": "*fp32", "seq_lens": i, "prefill_lens": i, "hidden": "*bf16", "arena": n,
+        "counts": i, "rows": "i32", "stride": "i32", "H": "i32", "S": "i32",
+    }  # fmt: skip
+    constants = {"COLD": 1e-5, "BLOCK": 1024}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=pick_rows_kernel, signature=signature, constexprs=constants)
+    assert "entry" in compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
