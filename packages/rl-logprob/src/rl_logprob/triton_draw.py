@@ -30,7 +30,9 @@ def _temperature_of(temperature, row):
 def draw_kernel(
     logits, seeds, positions, temperature, kinds, values, ids_out, m, s, V, per_program, stride, TILES: tl.constexpr
 ):
-    """Program (part, row) -> values fp64, ids_out int32 [T, parts], as in ``sample_kernel``; m fp32, s int64 [T, tiles]."""
+    """Program (part, row) -> values fp64 and ids_out int32 [T, parts], which mean what ``sample_kernel``'s do; m fp32
+    and s int64 [T, tiles].
+    """
     row = tl.program_id(1)
     start = tl.program_id(0) * per_program
     kind = tl.load(kinds + row)
