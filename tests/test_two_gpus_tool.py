@@ -55,13 +55,18 @@ def test_findings_of_both_ranks_end_in_one_answer(tool, tmp_path):
 
 
 def test_a_part_that_hangs_is_ended_and_what_it_found_is_kept(tool, tmp_path):
-    body = "    import time\n    yield {'first': 1}\n    time.sleep(100 * rank)\n    yield {'second': 2}\n"
+    body = (
+        "    import time\n    settings['stage']('here')\n    yield {'first': 1}\n    time.sleep(100 * rank)\n"
+        "    yield {'second': 2}\n"
+    )
     begin = time.monotonic()
     last, seen = together(tool, tmp_path, {"slow": body}, budget=4)
     assert time.monotonic() - begin < 30
     assert last["slow"]["ok"] is False
     assert (last["slow"]["first"], last["slow"]["second"]) == (1, 2)
     assert "[1]" in last["slow"]["late"]
+    assert 0 < last["slow"]["stages"]["here"] < 4
+    assert 0 < last["slow"]["stages of rank 1"]["here"] < 4
     # it could be read before the part's end
     assert any(found.get("first") == 1 for _, found in seen[:-1])
 

@@ -7,6 +7,7 @@ arms are the stock ``GPTModel`` with one optimizer; native attention is torch's 
 import gc
 import tempfile
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -103,10 +104,18 @@ class Arm:
         found = {name: a.elapsed_time(b) for name, a, b in zip(PHASES, marks, marks[1:])}
         return found | {"step": marks[0].elapsed_time(marks[3])}
 
-    def measure(self, tokens: int, rounds: int = 4) -> dict[str, float]:
-        """Median milliseconds by phase; the first two steps compile and fill the allocator."""
-        steps = [self.step(tokens, seed) for seed in range(rounds + 2)][2:]
-        return {name: median(s[name] for s in steps) for name in PHASES}
+    def measure(
+        self, tokens: int, rounds: int = 4, done: Callable[[int], None] = lambda number: None
+    ) -> dict[str, float]:
+        """Median milliseconds by phase; the first two steps compile and fill the allocator.
+
+        ``done`` is told the number of each step that has ended.
+        """
+        steps = []
+        for number in range(rounds + 2):
+            steps.append(self.step(tokens, number))
+            done(number)
+        return {name: median(s[name] for s in steps[2:]) for name in PHASES}
 
 
 def free() -> None:

@@ -15,19 +15,25 @@ TOKENS, LAYERS = 8192, 4
 
 
 def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    stage = settings.get("stage", print)
     from benches import train
 
     from rl_megatron import ParallelConfig, topology
 
+    stage("imported")
     found: dict[str, Any] = {}
     for name, tp, cp in (("TP2", 2, 1), ("CP2", 1, 2)):
         parallel = ParallelConfig(tp=tp, cp=cp)
         topology.start(rank, parallel, f"file://{folder}/{name}", device="cuda")
+        stage(f"{name}: joined")
         times = {}
         for mode in ("native", "strict"):
             topology.agree({"rounds": 4})
             begin = time.monotonic()
-            times[mode] = train.Arm(mode, LAYERS, leaves=tp, parallel=parallel).measure(TOKENS, rounds=4)
+            arm = train.Arm(mode, LAYERS, leaves=tp, parallel=parallel)
+            stage(f"{name} {mode}: model built")
+            times[mode] = arm.measure(TOKENS, rounds=4, done=lambda n, at=f"{name} {mode}": stage(f"{at}: step {n}"))
+            del arm
             train.free()
             found[f"{name}, ms"] = {m: {k: round(v, 2) for k, v in t.items()} for m, t in times.items()}
             found[f"{name} {mode}, seconds in all"] = round(time.monotonic() - begin, 1)

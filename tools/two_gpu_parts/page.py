@@ -9,9 +9,11 @@ TARGET = re.compile(r"^(.*?)(?: of native| against native)? >= ([\d.]+)$")
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, figure) of everything in nested findings; logs and errors as they are."""
+    """(path, figure) of everything in nested findings; logs and errors as they are, stages left out."""
     if isinstance(value, dict):
         for key, inner in value.items():
+            if str(key).startswith("stages"):
+                continue
             yield from flat(inner, f"{name}: {key}" if name else str(key))
     elif value not in ([], ""):
         yield name, value

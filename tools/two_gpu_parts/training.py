@@ -1,15 +1,19 @@
-"""Two GPUs train as one: log-probabilities, losses, gradient norms and weights of TP2 and CP2 are those of one rank."""
+"""Two GPUs train as one: log-probabilities, losses, gradient norms and weights of TP2 and CP2 are those of one rank.
+
+Ranks 0 and 1 train both worlds; a third process meanwhile trains the one rank's, on the first GPU.
+"""
 
 import json
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-STEPS = 3
+STEPS, ALONE = 3, 2
 LENGTHS = ((3, 5), (170, 440), (1, 1), (600, 911), (40, 25), (1, 300))
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -56,7 +60,9 @@ def write_checkpoint(folder: Path) -> None:
     save_file(out, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def train(rank: int, folder: str, name: str, tp: int, cp: int, device: str) -> dict[str, Any]:
+def train(
+    rank: int, folder: str, name: str, tp: int, cp: int, device: str, stage: Callable[[str], None]
+) -> dict[str, Any]:
     from rl_contract import Settings, build_profile
     from rl_gemm.gpu import arch
     from rl_megatron import LossConfig, OptimizerConfig, ParallelConfig, TrainerRank
@@ -72,19 +78,23 @@ def train(rank: int, folder: str, name: str, tp: int, cp: int, device: str) -> d
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1), loss=LossConfig(kl_coef=0.05),
     )  # fmt: skip
     trainer.init()
+    stage(f"{name}: model built and loaded")
     g = torch.Generator().manual_seed(1)
     samples = [tuple(torch.randint(0, CONFIG["vocab_size"], (n,), generator=g).tolist() for n in p) for p in LENGTHS]
     trainer.keep_reference()
     out: dict[str, Any] = {"steps": []}
-    for _ in range(STEPS):
+    for number in range(STEPS):
         old, ref = trainer.logprobs(samples), trainer.reference_logprobs(samples)
+        stage(f"{name}: step {number} scored")
         step = trainer.train_step(samples, [1.0, -0.5, 2.0, 0.3, -1.25, 0.7], old, ref_logprobs=ref)
         assert all(np.array_equal(a, b) for a, b in zip(step["logprobs"], old)), f"{name}: training is not scoring"
+        stage(f"{name}: step {number} trained")
         out["steps"].append({**step, "logprobs": np.concatenate(old)})
     out["gradients"] = {n: p.main_grad.cpu().clone() for n, p in trainer.model.named_parameters()}
     out["weights"] = {n: t.cpu() for n, t in (trainer.export_weights() or {}).items()}
     out["transports"] = trainer.report()["transports"]
     trainer.close()
+    stage(f"{name}: closed")
     return out
 
 
@@ -107,24 +117,41 @@ def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, int]:
     return found | {f"differing {kind}": count for kind, count in differing.items()}
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
 def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    ready = Path(folder) / "model" / "ready"
+    stage, device = settings.get("stage", print), settings.get("device", "cuda")
+    import rl_megatron.trainer  # noqa: F401 - so that its time is told apart
+
+    stage("imported")
+    ready, alone = Path(folder) / "model" / "ready", Path(folder) / "alone.pkl"
     if rank == 0:
         write_checkpoint(Path(folder) / "model")
         ready.touch()
-    while not ready.exists():
-        time.sleep(0.05)
+    wait_for(ready)
+    stage("checkpoint there")
+    if rank == ALONE:
+        partial = alone.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(train(0, folder, "one-rank", 1, 1, device, stage)))
+        partial.rename(alone)
+        stage("written")
+        return
     done: dict[str, Any] = {}
     errors: list[str] = []
-    # both ranks train both worlds, then the first one alone
-    for name, tp, cp in (("TP2", 2, 1), ("CP2", 1, 2), ("one rank", 1, 1)):
-        if rank and name == "one rank":
-            return
+    for name, tp, cp in (("TP2", 2, 1), ("CP2", 1, 2)):
         begin = time.monotonic()
-        done[name] = train(rank, folder, name.replace(" ", "-"), tp, cp, settings.get("device", "cuda"))
+        done[name] = train(rank, folder, name, tp, cp, device, stage)
         yield {f"{name}, seconds": round(time.monotonic() - begin, 1), f"{name}, moved by": done[name]["transports"]}
+    if rank:
+        return
+    wait_for(alone)
+    one = pickle.loads(alone.read_bytes())
+    stage("one rank read")
     for name in ("TP2", "CP2"):
-        found = compared(done["one rank"], done[name])
+        found = compared(one, done[name])
         wrong = {kind: n for kind, n in found.items() if (n > 0) == kind.startswith("differing")}
         if wrong:
             errors.append(f"{name}: {wrong}")

@@ -37,6 +37,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> dict[tuple[in
         "advantages": [1.0, -0.5, 2.0, 0.3, -1.25, 0.7, -0.1],
         "budgets": (1000,),
         "steps": 2,
+        "step_budget": 1000,
         "export": True,
         "keep": (),
     }
@@ -88,7 +89,7 @@ def test_layout_every_world_scores_as_one_rank(worlds: Any, tp: int, cp: int) ->
 def test_layout_every_world_trains_the_weights_of_one_rank(worlds: Any, tp: int, cp: int) -> None:
     one, world = worlds[1, 1][0]["strict"], worlds[tp, cp]
     for rank in world:
-        for a, b in zip(one["steps"], rank["strict"]["steps"]):
+        for a, b in zip((*one["steps"], one["micro"]), (*rank["strict"]["steps"], rank["strict"]["micro"])):
             assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
             assert equal(a["logprobs"], b["logprobs"])
     assert all(torch.equal(t, world[0]["strict"]["weights"][n]) for n, t in one["weights"].items())

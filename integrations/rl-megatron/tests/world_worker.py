@@ -3,8 +3,8 @@
 Each writes FOLDER/out{rank}.pkl, and says on the way where it stands, in seconds since the start. The ranks are forked
 after the imports, which take far longer than a case; on a GPU each starts afresh, and the process that waits for them
 imports nothing. A job maps case names to ``{"trainer": TrainerRank arguments, "samples", "advantages", "budgets",
-"steps", "export", "keep"}``; ``keep`` names what is large and still wanted: of ``grads``, ``state`` and ``saved``,
-default all.
+"steps", "step_budget", "export", "keep"}``; ``step_budget`` is that of the last step, default one sample a
+micro-batch; ``keep`` names what is large and still wanted: of ``grads``, ``state`` and ``saved``, default all.
 """
 
 import multiprocessing
@@ -46,8 +46,8 @@ def run_case(folder: Path, rank: int, name: str, case: dict[str, Any], say: Say)
             out.setdefault("grads", {n: s.grad.cpu().clone() for n, s in trainer.optimizer._states.items()})
         say(f"{name}: step {number} done")
     if case.get("steps"):
-        # one sample a micro-batch: with CP a rank may then hold no scored row at all
-        trainer.token_budget = 1
+        # of one sample, with CP a rank may hold no scored row at all
+        trainer.token_budget = case.get("step_budget", 1)
         old = trainer.logprobs(samples)
         out["micro"] = {
             **trainer.train_step(samples, case["advantages"], old, ref_logprobs=trainer.reference_logprobs(samples)),
