@@ -98,12 +98,13 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
         return torch.empty(0, dtype=torch.float32, device=device)
     # an empty batch still refuses a meaningless temperature
     one = torch.full((1,), float(temperature), dtype=torch.float32)
+    if not gpu:
+        refuse_temperature(one)
+        return one.expand(rows).contiguous()
     value = float(one)
     if not 0 < value < float("inf"):
         refuse_temperature(one)
-    if gpu:
-        return torch.full((0 if value == 1.0 else rows,), value, dtype=torch.float32, device=device)
-    return one.expand(rows).contiguous()
+    return torch.full((0 if value == 1.0 else rows,), value, dtype=torch.float32, device=device)
 
 
 def refuse_temperature(value: Tensor) -> None:
