@@ -261,6 +261,43 @@ def test_kept_logits_of_one_library_call_change_time_and_memory_only(monkeypatch
         pytest.skip("no certificate for this machine's library")
 
 
+@pytest.mark.parametrize("rows", [1, 3, 64, 300])
+def test_scoring_without_dispatch_has_the_bits_of_the_operators(monkeypatch, rows):
+    """Bad targets and temperatures, logits and targets of any stride."""
+    wide = torch.randn(rows, 2 * 20011, device="cuda") * 3
+    targets = torch.randint(0, 20000, (rows, 2), device="cuda")
+    targets[0, 0] = 20000
+    temp = torch.rand(rows, device="cuda") + 0.5
+    temp[-1] = 0.0
+    found = []
+    for traced in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda traced=traced: traced)
+        for logits in (wide, wide[:, 1:], wide[:, ::2], wide[:, 1:20011].contiguous()):
+            for goal in (targets[:, 0], targets[:, 1]):
+                for heat in (1.0, 0.7, temp):
+                    kw = {"vocab_size": 20000, "temperature": heat, "nonfinite": "nan"}
+                    logp, entropy = lp.selected_logprob(logits, goal, return_entropy=True, **kw)
+                    assert same(logp, lp.selected_logprob(logits, goal.contiguous(), **kw))
+                    found += [torch.where(torch.isnan(x), torch.nan, x) for x in (logp, entropy)]
+    half = len(found) // 2
+    assert all(same(a, b) for a, b in zip(found[:half], found[half:], strict=True))
+    assert torch.isnan(found[0][0])
+
+
+def test_targets_of_any_stride_are_read_as_they_stand():
+    h, w, targets = make(300, 512, 20000, padded=lp.padded_vocab_size(20000))
+    both = torch.stack([targets, targets.flip(0)], 1)
+    g = torch.randn(2, 300, device="cuda")
+    want = grads(h, w, targets, vocab_size=20000, g=g)
+    assert all(same(a, b) for a, b in zip(grads(h, w, both[:, 0], vocab_size=20000, g=g), want))
+    with torch.no_grad():
+        assert same(lp.linear_logprob(h, w, both[:, 0], vocab_size=20000), want[0])
+    logits = rl_gemm.linear(h, w, out_dtype=torch.float32)
+    seeds = torch.stack([targets, -targets], 1)
+    drawn = lp.gumbel_sample(logits, seeds[:, 0], both[:, 1], vocab_size=20000)
+    assert same(drawn, lp.gumbel_sample(logits, targets, targets.flip(0), vocab_size=20000))
+
+
 def test_a_wrong_order_shows(monkeypatch):
     h, w, targets = make(300, 512, 20000, padded=lp.padded_vocab_size(20000))
     g = torch.randn(2, 300, device="cuda")

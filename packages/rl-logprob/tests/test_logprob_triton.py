@@ -38,7 +38,23 @@ def body_statistics():
         assert (state[:, 2] + (want.exp() * want).sum(1)).abs().max() < 1e-6
         at = torch.arange(ROWS)
         assert torch.equal(scores.selected(x[at, targets], state), full[at, targets])
-        assert torch.equal(head.target_logits(h, w, targets, temp, 0), x[at, targets])
+        out = torch.full((ROWS,), torch.nan)
+        head.target_logits(h, w, VOCAB, targets, temp, 0, out)
+        assert torch.equal(out, x[at, targets])
+        goal = targets.clone()
+        goal[3], goal[4] = VOCAB - 30, -1
+        joined = scores.score_logits(found, logits, goal, temp, VOCAB - 30)
+        assert torch.isnan(joined[0]).nonzero()[:, 0].tolist() == sorted(
+            {3, 4} | set((targets >= VOCAB - 30).nonzero()[:, 0].tolist())
+        )
+        valid = (goal >= 0) & (goal < VOCAB - 30)
+        assert torch.equal(joined[0][valid], full[at, targets][valid])
+        assert torch.equal(joined[1][valid], x[at, targets][valid])
+        assert torch.equal(joined[2], state)
+        again = torch.full((ROWS, 3), torch.nan, dtype=torch.float64), torch.full((ROWS,), torch.nan)
+        scores.score(found, out, *again)
+        assert torch.equal(again[0], state)
+        assert torch.equal(again[1], full[at, targets])
         parts = [[a[i:j].contiguous() for a in found] for i, j in ((0, 1), (1, 3))]
         top = torch.stack([scores.rank_top(p[0]) for p in parts]).amax(0)
         sums = sum(scores.rank_sums(*p, top) for p in parts)
@@ -64,7 +80,7 @@ def body_kept():
     """The CPU's kept ids; fused, materialised and listed supports: one function of a row."""
     import rl_logprob as lp
     from rl_contract import SingleRank
-    from rl_logprob import gpu, gpu_grad, linear_gpu, ops, plans, triton_head, triton_sample, triton_support
+    from rl_logprob import gpu, gpu_grad, linear_gpu, ops, ops_gpu, plans, triton_head, triton_sample, triton_support
     from rl_logprob import triton_scores as scores
 
     one = torch.empty(0)
@@ -97,6 +113,17 @@ def body_kept():
     assert all(torch.equal(a, b) for a, b in zip(found, listed, strict=True))
     cpu = lp.selected_logprob(logits, targets, vocab_size=300, support=key, return_entropy=True)
     state = scores.merge(*found)
+    gpu.ready = lambda x: gpu.kernels()
+    for wide, given in ((logits, limits[:2]), (logits.t().contiguous().t(), limits[:2]), (logits, (None, None))):
+        logp, x, whole = ops_gpu.score(wide, targets, one, 300, 128, True, *given)
+        want = lp.selected_logprob(
+            logits, targets, vocab_size=300, return_entropy=True, support=None if given[0] is None else key
+        )
+        assert torch.equal(x, logits[torch.arange(ROWS), targets])
+        assert (logp - want[0]).abs().max() < 2e-6
+        assert (whole[:, 2] - want[1]).abs().max() < 1e-6
+        assert given[0] is None or torch.equal(whole, state)
+    assert len(ops_gpu.score(logits[:0], targets[:0], one, 300, 128, True)[0]) == 0
     assert (scores.selected(logits[torch.arange(ROWS), targets], state) - cpu[0]).abs().max() < 2e-6
     assert (state[:, 2] - cpu[1]).abs().max() < 1e-6
     g, d = torch.randn(ROWS), torch.randn(ROWS)
@@ -323,9 +350,87 @@ def body_draw():
     assert int(got.ranks[3]) == 1
 
 
+def body_launch():
+    """A launch that is looked up runs what Triton itself would run; the driver here only notes what that is."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from rl_logprob.triton_launch import _compiled, launch
+
+    ran = []
+
+    class Utils:
+        loaded = 0
+
+        def load_binary(self, *_):
+            self.loaded += 1
+            return 0, self.loaded, 32, 0, 1024
+
+        def get_device_properties(self, _):
+            return {"max_shared_mem": 232448}
+
+    class Driver:
+        utils = Utils()
+        device = 0
+
+        def launcher_cls(self, _source, _metadata):
+            return lambda x, y, z, stream, function, *rest: ran.append((function, x, y, z, rest[4:]))
+
+        def get_current_device(self):
+            return self.device
+
+        def get_current_stream(self, _):
+            return 7
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    driver.set_active(Driver())
+
+    @triton.jit(do_not_specialize=["T"])
+    def kernel(a, b, T, stride, size, A: triton.language.constexpr, B: triton.language.constexpr):
+        triton.language.store(b + stride * T, triton.language.load(a + size) + A)
+
+    floats, ints = torch.empty(64), torch.empty(64, dtype=torch.int64)
+    shifted = floats[1:]
+    assert floats.data_ptr() % 16 == 0
+    cases = [
+        ((a, b, tokens, stride, size), constants, warps)
+        for a, b in ((floats, floats), (shifted, floats), (floats, shifted), (floats, ints))
+        for tokens, stride, size in (
+            (5, 1, 7), (5, 16, 7), (1, 17, 1), (16, 48, 1), (5, 0, 7), (5, 1, 16), (5, 2**31 + 1, 16), (5, -16, 16),
+            (5, 2**40, 1),
+        )
+        for constants, warps in (({"A": 1, "B": 2}, 4), ({"A": 2, "B": 2}, 4), ({"A": 1, "B": 2}, 8))
+    ]  # fmt: skip
+    for device in (0, 1):
+        Driver.device = device
+        for _ in range(2):
+            for args, constants, warps in cases:
+                ran.clear()
+                kernel[(3, 2, 1)](*args, **constants, num_warps=warps)
+                launch(kernel, (3, 2, 1), args, constants, num_warps=warps)
+                want, got = ran
+                assert want[:4] == got[:4], (args, constants)
+                assert all(x is y or x == y for x, y in zip(want[4], got[4], strict=True))
+    assert 0 < len(_compiled) < 2 * len(cases)
+    # what may be taken for another is a launch with other constants in another order
+    with pytest.raises(TypeError, match="takes"):
+        launch(kernel, (1, 1, 1), cases[0][0], {"B": 3, "A": 9}, num_warps=4)
+
+
 @pytest.mark.parametrize("name", ["statistics", "kept", "few", "head", "nonfinite", "sampler", "draw"])
 def test_interpreter(name):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
+    in_a_process(name, environment)
+
+
+def test_a_launch_that_is_looked_up_runs_what_triton_would_run():
+    in_a_process("launch", {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
+
+
+def in_a_process(name, environment):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, name], env=environment, capture_output=True, text=True, check=False
     )
@@ -378,6 +483,12 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
             {"ROWS": 16, "UNIT": False, "ENTROPY": True, "SUPPORT": True},
         ),
         (triton_scores.merge_kernel, merge, {"ENTROPY": True, "ROWS": 16, "TILES": 128}),
+        (
+            triton_scores.score_kernel,
+            {"m": f, "s": n, "u": n, "logits": f, "targets": n, "temperature": f, "x": f, "state": d, "logp": f}
+            | dict.fromkeys(("T", "V", "stride", "tiles", "stride_row", "stride_tile"), i),
+            {"GATHER": True, "UNIT": False, "ENTROPY": True, "ROWS": 16, "TILES": 128},
+        ),
         (
             triton_sample.sample_kernel,
             sample | {"per_program": i, "stride": i},

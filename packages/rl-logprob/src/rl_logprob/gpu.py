@@ -71,8 +71,13 @@ def _launch(kernel: str, plan: str, phase: str) -> Launch:
     return Launch("logprob", f"rl_logprob.{kernel}", plan, phase=phase)
 
 
+@cache
+def _cuda() -> bool:
+    return torch.cuda.is_available()
+
+
 def record(kernel: str, plan: str = "-") -> None:
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    capturing = _cuda() and torch.cuda.is_current_stream_capturing()
     record_launch(_launch(kernel, plan, "capture" if capturing else "eager"))
 
 
@@ -207,11 +212,12 @@ def stats(
     if kernel is not None:
         processors = processors_of(hidden.device.index or 0)
         first = done // GPU_TILE
-        k.head.launch(kernel, hidden, weight[done:real], temperature, first, processors, stats=found, kept=limits)
+        part = weight if done == 0 and real == weight.shape[0] else weight[done:real]
+        k.head.launch(kernel, hidden, part, temperature, first, processors, stats=found, kept=limits)
         record("triton_head.stats", name)
         return found
-    for part in slices(real - done, max(1, CHUNK_ELEMENTS // len(hidden) // 4096) * 4096):
-        ids = slice(done + part.start, done + part.stop)
+    for chunk in slices(real - done, max(1, CHUNK_ELEMENTS // len(hidden) // 4096) * 4096):
+        ids = slice(done + chunk.start, done + chunk.stop)
         logits = logits_of(hidden, weight[ids], first_id + ids.start, support, targets)
         k.scores.tile_stats(logits, temperature, logits.shape[1], found, ids.start // GPU_TILE, limits)
         del logits
@@ -220,16 +226,17 @@ def stats(
 
 
 def target_logits(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int, real: int,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int, real: int, out: Tensor,
     vocab_size: int | None = None,
-) -> Tensor:  # fmt: skip
-    """x fp32 [T] of the targets this shard holds, 0 elsewhere; with ``vocab_size`` NaN for one that is no id."""
+) -> None:  # fmt: skip
+    """x of the targets this shard holds into out fp32 [T], 0 elsewhere; with ``vocab_size`` NaN where one is no id."""
     k = ready(hidden)
-    if not len(hidden) or not real:
-        return torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-    hidden, weight = rows_contiguous(hidden), rows_contiguous(weight)[:real]
+    if not hidden.shape[0] or not real:
+        out.zero_()
+        return
     record("triton_head.target_logits")
-    return k.head.target_logits(hidden, weight, targets, temperature, first_id, vocab_size)
+    hidden, weight = rows_contiguous(hidden), rows_contiguous(weight)
+    k.head.target_logits(hidden, weight, real, targets, temperature, first_id, out, vocab_size)
 
 
 def selected(x: Tensor, state: Tensor) -> Tensor:

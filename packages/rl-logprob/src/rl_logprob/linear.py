@@ -145,7 +145,7 @@ def linear_logprob(
     if hidden.is_cuda:
         gpu.check(hidden, weight, vocab_tile)
     temp = row_temperature(temperature, len(hidden), hidden.device)
-    targets = targets.to(hidden.device, torch.int64)
+    targets = targets.to(hidden.device, torch.int64).contiguous()
     if keep_logits != "auto" and (not whole_number(keep_logits) or keep_logits < 0):
         raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none, or 'auto'")
     check_support(support, len(hidden), hidden.device, vocab_size, temperature)
@@ -159,13 +159,20 @@ def linear_logprob(
     strict = nonfinite == "raise"
     grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     room = 0 if not grad or not hidden.is_cuda else gpu.room(len(hidden)) if keep_logits == "auto" else keep_logits
-    logp, entropy, rescued = _LinearLogprob.apply(
-        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, tokens,
-        support, return_rescued, temperature if _by_row(temperature) else float(temperature),
+    given = (
+        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, support,
+        return_rescued,
     )  # fmt: skip
-    found: tuple[Tensor, ...] = (logp, entropy) if return_entropy else (logp,)
-    found += (rescued,) if return_rescued else ()
-    return found if len(found) > 1 else logp
+    if grad or not hidden.is_cuda:
+        logp, entropy, rescued = _LinearLogprob.apply(
+            tokens, temperature if _by_row(temperature) else float(temperature), *given
+        )
+    else:
+        logp, entropy, rescued = _score(*given)[:3]
+    found = [logp]
+    found += [entropy] if return_entropy and entropy is not None else []
+    found += [rescued] if return_rescued and rescued is not None else []
+    return tuple(found) if len(found) > 1 else logp
 
 
 def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, world: int, leaves: int) -> None:
@@ -195,53 +202,52 @@ def _by_row(temperature: float | Tensor) -> bool:
     return isinstance(temperature, Tensor) and temperature.dim() > 0
 
 
+def _score(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
+    vocab_tile: int, leaves: int, with_entropy: bool, strict: bool, keep_logits: int, support: Support | None,
+    with_rescued: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, list[gpu.Kept]]:  # fmt: skip
+    """logp fp32 [T]; entropy and rescued where asked for; state fp64 [T, 3] and logits that are kept."""
+    logits: list[gpu.Kept] = []
+    if hidden.is_cuda:
+        x, logp, state, logits = linear_gpu.forward(
+            hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits, support
+        )
+    else:
+        m, s, u, x = _local_stats(
+            hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy, support
+        )
+        m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm)
+        state = ops.merge_tiles(m, s, u)
+        if strict:
+            refuse_nonfinite(state)
+        logp = ops.selected(x, state)
+    if hidden.is_cuda and strict:
+        refuse_rows(logp, state, targets, temperature, vocab_size)
+    elif support is not None and strict:
+        refuse_empty(support, x, targets, state)
+    rescued = None
+    if with_rescued:
+        rescued = torch.zeros_like(targets, dtype=torch.bool) if support is None else support.outside(x, targets)
+    return logp, state[:, 2].float() if with_entropy else None, rescued, state, logits
+
+
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-        comm: Communicator,
-        vocab_size: int,
-        vocab_tile: int,
-        leaves: int,
-        with_entropy: bool,
-        strict: bool,
-        keep_logits: int,
-        tokens: TokenShards | None,
-        support: Support | None,
-        with_rescued: bool,
-        given_temperature: float | Tensor,
+        ctx: Any, tokens: TokenShards | None, given_temperature: float | Tensor, *given: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, targets, temperature, comm, vocab_size, vocab_tile, leaves = given[:8]
+        ctx.with_entropy, ctx.support = given[8], given[11]
+        logp, entropy, rescued, state, ctx.logits = _score(*given)
         ctx.temperature = None if isinstance(given_temperature, Tensor) else given_temperature
-        if hidden.is_cuda:
-            x, logp, state, ctx.logits = linear_gpu.forward(
-                hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits,
-                support,
-            )  # fmt: skip
-        else:
-            m, s, u, x = _local_stats(
-                hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, with_entropy, support
-            )
-            m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm)
-            state = ops.merge_tiles(m, s, u)
-            if strict:
-                refuse_nonfinite(state)
-            logp = ops.selected(x, state)
-        if hidden.is_cuda and strict:
-            refuse_rows(logp, state, targets, temperature, vocab_size)
-        elif support is not None and strict:
-            refuse_empty(support, x, targets, state)
         ctx.save_for_backward(hidden, weight, targets, temperature, state)
         ctx.comm, ctx.vocab_size, ctx.vocab_tile, ctx.leaves, ctx.tokens = comm, vocab_size, vocab_tile, leaves, tokens
-        entropy = state[:, 2].float() if with_entropy else logp.new_empty(0)
-        rescued = torch.zeros_like(targets if with_rescued else entropy, dtype=torch.bool)
-        if support is not None and with_rescued:
-            rescued = support.outside(x, targets)
-        ctx.mark_non_differentiable(*(rescued,) if with_entropy else (entropy, rescued))
-        ctx.with_entropy, ctx.support = with_entropy, support
+        if rescued is None:
+            rescued = torch.empty(0, dtype=torch.bool, device=hidden.device)
+        if entropy is None:
+            entropy = logp.new_empty(0)
+        ctx.mark_non_differentiable(*(rescued,) if ctx.with_entropy else (entropy, rescued))
         return logp, entropy, rescued
 
     @staticmethod
@@ -249,7 +255,7 @@ class _LinearLogprob(torch.autograd.Function):
         ctx: Any, dlogp: Tensor, dentropy: Tensor, _rescued: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, state = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
         if not ctx.with_entropy:
             dentropy = dlogp.new_empty(0)
         threshold, last_id = key_of(ctx.support)
@@ -258,7 +264,7 @@ class _LinearLogprob(torch.autograd.Function):
             grads = _gradients(
                 ctx, weight, *rows, support=ctx.support, needs_hidden=needs_hidden, needs_weight=needs_weight
             )
-            return *grads, *[None] * 13
+            return None, None, *grads, *[None] * 11
         dhidden = None
         if needs_hidden:
             dhidden = _gradients(ctx, weight, *rows, support=ctx.support, needs_hidden=True, needs_weight=False)[0]
@@ -275,7 +281,7 @@ class _LinearLogprob(torch.autograd.Function):
         if threshold is not None and last_id is not None:
             support = SupportKey(ctx.tokens.gather(threshold), ctx.tokens.gather(last_id))
         dweight = _gradients(ctx, weight, *every, support=support, needs_hidden=False, needs_weight=True)[1]
-        return dhidden, dweight, *[None] * 13
+        return None, None, dhidden, dweight, *[None] * 11
 
 
 def _gradients(

@@ -29,47 +29,44 @@ def forward(
     scores = gpu.ready(hidden).scores
     rows = weight.shape[0]
     real = _real_rows(rows, comm.rank, vocab_size)
-    xs, states = [], []
+    tokens, alone = hidden.shape[0], comm.world_size == 1
+    x, logp = (torch.empty(tokens, dtype=torch.float32, device=hidden.device) for _ in range(2))
+    state = torch.empty((tokens, 3), dtype=torch.float64, device=hidden.device)
     # logits are kept for the blocks of tokens of the backward
     step = GPU_TOKEN_BLOCK if keep_logits else gpu.stats_rows(rows // GPU_TILE, entropy)
-    if len(hidden) > step and not keep_logits:
+    if tokens > step and not keep_logits:
         # slices of one size, since a short last one would leave processors idle
-        step = -(-len(hidden) // -(-len(hidden) // step) // 128) * 128
+        step = -(-tokens // -(-tokens // step) // 128) * 128
     logits: list[gpu.Kept] = []
-    for begin in range(0, len(hidden), step):
-        part = slice(begin, min(begin + step, len(hidden)))
-        h, goal, temp = hidden[part], targets[part], _part(temperature, part)
-        own, first_id = None if support is None else support[part], comm.rank * rows
+    first_id = comm.rank * rows
+    for begin in range(0, tokens, step):
+        part = slice(begin, min(begin + step, tokens))
+        h, goal, temp, own, out = hidden, targets, temperature, support, (x, state, logp)
+        if tokens > step:
+            h, goal, temp, out = h[part], goal[part], _part(temp, part), (x[part], state[part], logp[part])
+            own = None if own is None else own[part]
         if keep_logits:
             logits.append({})
-            room = keep_logits * len(h) // len(hidden)
+            room = keep_logits * len(h) // tokens
             found = gpu.stats(
                 h, weight, temp, real, entropy, kept=logits[-1], keep_bytes=room,
                 leaf_rows=rows * comm.world_size // leaves, first_id=first_id, targets=goal, support=own,
             )  # fmt: skip
         else:
             found = gpu.stats(h, weight, temp, real, entropy, first_id=first_id, targets=goal, support=own)
-        alone = comm.world_size == 1
-        here = gpu.target_logits(h, weight, goal, temp, first_id, real, vocab_size if alone else None)
+        gpu.target_logits(h, weight, goal, temp, first_id, real, out[0], vocab_size if alone else None)
         if alone:
-            whole = scores.merge(*found)
+            scores.score(found, *out)
+            gpu.record("triton_scores.score")
         else:
             # ranks' numbers are added, so a NaN has to wait until they are
-            here, whole = _exchange(here, found, comm, entropy)
-            here = torch.where((goal >= 0) & (goal < vocab_size), here, torch.nan)
-        gpu.record("triton_scores.merge")
-        xs.append(here)
-        states.append(whole)
+            here, whole = _exchange(out[0], found, comm, entropy)
+            out[0].copy_(torch.where((goal >= 0) & (goal < vocab_size), here, torch.nan))
+            out[1].copy_(whole)
+            gpu.record("triton_scores.merge")
         # the next slice's statistics take their place
         del found
-    x, state = _joined(xs, hidden, (0,), torch.float32), _joined(states, hidden, (0, 3), torch.float64)
-    return x, gpu.selected(x, state), state, logits
-
-
-def _joined(parts: list[Tensor], like: Tensor, empty: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.empty(empty, dtype=dtype, device=like.device)
+    return x, logp if alone else gpu.selected(x, state), state, logits
 
 
 def _part(temperature: Tensor, part: slice) -> Tensor:

@@ -29,6 +29,27 @@ def _tile_stats(
     return m.t(), s.t(), u.t()
 
 
+def score(
+    logits: Tensor, targets: Tensor, temperature: Tensor, vocab_size: int, vocab_tile: int, entropy: bool,
+    threshold: Tensor | None = None, last_id: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``tile_stats``, ``merge_tiles`` and ``selected`` for whoever is not traced: two launches, no dispatch.
+
+    logits fp32 [T, >= vocab_size], targets int64 [T] -> logp and x fp32 [T], state fp64 [T, 3]; NaN for a target that
+    is no id.
+    """
+    k = gpu.ready(logits)
+    gpu.check_tile(vocab_tile)
+    logits = _columns(logits)
+    stats = k.scores.new_stats(logits.shape[0], -(-vocab_size // GPU_TILE), entropy, logits.device)
+    kept = None if threshold is None or last_id is None else (threshold, last_id, targets)
+    if logits.shape[0]:
+        k.scores.tile_stats(logits, temperature, vocab_size, stats, 0, kept)
+    gpu.record("triton_scores.tile_stats")
+    gpu.record("triton_scores.score")
+    return k.scores.score_logits(stats, logits, targets, temperature, vocab_size)
+
+
 @ops.merge_tiles.register_kernel("cuda")
 def _merge_tiles(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
     k = gpu.ready(m)

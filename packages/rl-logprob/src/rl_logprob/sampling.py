@@ -125,7 +125,7 @@ def _sample(
     for name, x in (("seeds", seeds), ("positions", positions)):
         if x.shape != (rows,) or x.dtype != torch.int64:
             raise ContractError(f"{name} are {x.dtype} {tuple(x.shape)}; needs int64 [{rows}]")
-    seeds, positions = seeds.to(logits.device), positions.to(logits.device)
+    seeds, positions = seeds.to(logits.device).contiguous(), positions.to(logits.device).contiguous()
     temp = row_temperature(temperature, rows, logits.device)
     masked, key = masked_logits(logits, support, vocab_size, temperature=temperature)
     out = sample_op(masked, seeds, positions, temp, vocab_size, greedy, *key)

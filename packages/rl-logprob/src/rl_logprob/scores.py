@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError
-from rl_logprob import ops
+from rl_logprob import ops, ops_gpu
 from rl_logprob.checks import (
     check_logits,
     check_targets,
@@ -124,22 +124,19 @@ def selected_logprob(
     check_vocab(vocab_size, vocab_tile)
     check_logits(logits, vocab_size)
     check_targets(targets, len(logits), vocab_size)
-    targets = targets.to(logits.device, torch.int64)
+    targets = targets.to(logits.device, torch.int64).contiguous()
     # a GPU is looked at once, when everything is under way
     early: Nonfinite = "nan" if logits.is_cuda else nonfinite
-    logits, temp, state = _state(
-        logits,
-        vocab_size,
-        temperature,
-        vocab_tile,
-        return_entropy,
-        early,
-        support,
-        None if support is None else targets,
-    )
-    x = _target_logits(logits, targets, vocab_size)
-    x = x / temp if temp.numel() else x
-    logp = ops.selected(x, state)
+    goal = None if support is None else targets
+    if logits.is_cuda and type(logits) is Tensor and not torch.compiler.is_compiling():
+        temp = row_temperature(temperature, len(logits), logits.device)
+        masked, key = masked_logits(logits.detach(), support, vocab_size, goal, temperature)
+        logp, x, state = ops_gpu.score(masked, targets, temp, vocab_size, vocab_tile, return_entropy, *key)
+    else:
+        logits, temp, state = _state(logits, vocab_size, temperature, vocab_tile, return_entropy, early, support, goal)
+        x = _target_logits(logits, targets, vocab_size)
+        x = x / temp if temp.numel() else x
+        logp = ops.selected(x, state)
     if logits.is_cuda and nonfinite == "raise":
         refuse_rows(logp, state, targets, temp, vocab_size)
     elif support is not None and nonfinite == "raise":

@@ -302,7 +302,7 @@ def _rows_of(name: str, value: float | Tensor, rows: int, logits: Tensor, dtype:
             )
         if not value.is_cuda:
             _refuse(name, value)
-        return value.to(logits.device, dtype)
+        return value.to(logits.device, dtype).contiguous()
     if not (whole_number(value) if whole else number(value)):
         raise ContractError(f"{name}={value!r}; needs {'an integer' if whole else 'a number'}, or a tensor [{rows}]")
     one = torch.tensor([value], dtype=dtype)

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rl_logprob.triton_launch import launch
+
 _HIP = torch.version.hip is not None
 _OPTIONS = {"enable_fp_fusion": False} | ({"kpack": 1, "matrix_instr_nonkdim": 16} if _HIP else {})
 
@@ -203,35 +205,31 @@ def add_hidden(
     (tokens, h), n = root.shape, len(weight)
     blocks = triton.cdiv(n, group_n)
     tiles = (triton.cdiv(h, shape.columns), triton.cdiv(tokens, shape.rows), blocks)
-    flags = {
-        "GROUP_N": group_n, "BLOCK_T": shape.rows, "BLOCK_H": shape.columns, "BLOCK_K": shape.depth,
-        "num_warps": shape.warps, "num_stages": shape.stages, **_OPTIONS,
-    }  # fmt: skip
+    flags = {"GROUP_N": group_n, "BLOCK_T": shape.rows, "BLOCK_H": shape.columns, "BLOCK_K": shape.depth}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, **_OPTIONS}
     if shape.per_sm:
-        hidden_tma_kernel[(min(processors * shape.per_sm, tiles[0] * tiles[1] * tiles[2]),)](
-            TensorDescriptor.from_tensor(d, [shape.rows, shape.depth]),
-            TensorDescriptor.from_tensor(weight, [shape.depth, shape.columns]), parts, tokens, n, h,
-            SLICES=shape.slices, **flags,
-        )  # fmt: skip
+        grid = (min(processors * shape.per_sm, tiles[0] * tiles[1] * tiles[2]), 1, 1)
+        a = TensorDescriptor.from_tensor(d, [shape.rows, shape.depth])
+        b = TensorDescriptor.from_tensor(weight, [shape.depth, shape.columns])
+        launch(hidden_tma_kernel, grid, (a, b, parts, tokens, n, h), {**flags, "SLICES": shape.slices}, **options)
     else:
-        hidden_kernel[tiles](d, weight, parts, tokens, n, h, d.stride(0), weight.stride(0), **flags)
+        launch(hidden_kernel, tiles, (d, weight, parts, tokens, n, h, d.stride(0), weight.stride(0)), flags, **options)
     size = tokens * h
-    fold_kernel[(triton.cdiv(size, 1024),)](parts, root, size, blocks, FIRST=first, BLOCK=1024, num_warps=4)
+    constants = {"FIRST": first, "BLOCK": 1024}
+    launch(fold_kernel, (triton.cdiv(size, 1024), 1, 1), (parts, root, size, blocks), constants, num_warps=4)
 
 
 def add_weight(d: Tensor, hidden: Tensor, out: Tensor, add: bool, processors: int, shape: Shape) -> None:
     """d [T, N] and hidden [T, H], rows contiguous, into out [N, H], fp32 with ``add``, else any type."""
     n, h = out.shape
-    tiles = (triton.cdiv(h, shape.columns), triton.cdiv(n, shape.rows))
-    flags = {
-        "BLOCK_N": shape.rows, "BLOCK_H": shape.columns, "BLOCK_K": shape.depth, "ADD": add,
-        "num_warps": shape.warps, "num_stages": shape.stages, **_OPTIONS,
-    }  # fmt: skip
+    tiles = (triton.cdiv(h, shape.columns), triton.cdiv(n, shape.rows), 1)
+    flags = {"BLOCK_N": shape.rows, "BLOCK_H": shape.columns, "BLOCK_K": shape.depth, "ADD": add}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, **_OPTIONS}
+    tokens = hidden.shape[0]
     if shape.per_sm:
-        weight_tma_kernel[(min(processors * shape.per_sm, tiles[0] * tiles[1]),)](
-            TensorDescriptor.from_tensor(d, [shape.depth, shape.rows]),
-            TensorDescriptor.from_tensor(hidden, [shape.depth, shape.columns]), out, len(hidden), n, h,
-            SLICES=shape.slices, **flags,
-        )  # fmt: skip
+        grid = (min(processors * shape.per_sm, tiles[0] * tiles[1]), 1, 1)
+        a = TensorDescriptor.from_tensor(d, [shape.depth, shape.rows])
+        b = TensorDescriptor.from_tensor(hidden, [shape.depth, shape.columns])
+        launch(weight_tma_kernel, grid, (a, b, out, tokens, n, h), {**flags, "SLICES": shape.slices}, **options)
     else:
-        weight_kernel[tiles](d, hidden, out, len(hidden), n, h, d.stride(0), hidden.stride(0), **flags)
+        launch(weight_kernel, tiles, (d, hidden, out, tokens, n, h, d.stride(0), hidden.stride(0)), flags, **options)

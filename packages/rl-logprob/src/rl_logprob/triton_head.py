@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_logprob.plans import Kernel
+from rl_logprob.triton_launch import launch as launch_kernel
 from rl_logprob.triton_tiles import load_support, logit_gradient, row_temperature, scaled, supported, tile_sums
 
 _HIP = torch.version.hip is not None
@@ -247,7 +248,7 @@ def launch(
     more = gradient or dict.fromkeys(("state", "targets", "dlogp", "dentropy"), hidden)
     target = out if out is not None else hidden
     entropy = more["dentropy"].numel() > 0 if gradient else u.numel() > 0
-    blocks = triton.cdiv(tokens, kernel.block_m) * triton.cdiv(n, kernel.block_n)
+    blocks = -(-tokens // kernel.block_m) * -(-n // kernel.block_n)
     if kept is not None:
         more = {**more, "targets": kept[2]}
     limits = kept[:2] if kept is not None else (temperature, temperature)
@@ -258,35 +259,43 @@ def launch(
     target = target.view(-1, group_n) if grouped else target
     head = (*head[:-1], target)
     tail = (tokens, n, k, first, (target if gradient else m).stride(0), stride_block)
-    flags: dict[str, Any] = {
+    blocks_of = {
         "BLOCK_M": kernel.block_m, "BLOCK_N": kernel.block_n, "BLOCK_K": kernel.block_k, "GROUP_M": kernel.group_m,
-        "UNIT": temperature.numel() == 0, "ENTROPY": entropy, "GRADIENT": gradient is not None,
-        "SUPPORT": kept is not None, "GROUP_N": group_n,
+    }  # fmt: skip
+    flags = {
+        "UNIT": temperature.numel() == 0, "ENTROPY": entropy, "SUPPORT": kept is not None,
+        "GRADIENT": gradient is not None, "GROUP_N": group_n,
+    }  # fmt: skip
+    options: dict[str, Any] = {
         "num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False, **_PINNED,
     }  # fmt: skip
     if kernel.kind == "tma":
         if gradient is not None:
             width = kernel.block_n // kernel.slices
             head = (*head[:-1], TensorDescriptor.from_tensor(target, [kernel.block_m, width]))
-        head_tma_kernel[(min(processors * kernel.per_sm, blocks),)](
-            TensorDescriptor.from_tensor(hidden, [kernel.block_m, kernel.block_k]),
-            TensorDescriptor.from_tensor(weight, [kernel.block_n, kernel.block_k]),
-            *head, *tail, SLICES=kernel.slices, **flags,
-        )  # fmt: skip
+        a = TensorDescriptor.from_tensor(hidden, [kernel.block_m, kernel.block_k])
+        b = TensorDescriptor.from_tensor(weight, [kernel.block_n, kernel.block_k])
+        grid = (min(processors * kernel.per_sm, blocks), 1, 1)
+        constants = {**blocks_of, "SLICES": kernel.slices, **flags}
+        launch_kernel(head_tma_kernel, grid, (a, b, *head, *tail), constants, **options)
         return
-    head_pointer_kernel[(blocks,)](
-        hidden, weight, *head, *tail, hidden.stride(0), weight.stride(0), EVEN_K=k % kernel.block_k == 0, **flags
-    )
+    args = (hidden, weight, *head, *tail, hidden.stride(0), weight.stride(0))
+    constants = {**blocks_of, "EVEN_K": k % kernel.block_k == 0, **flags}
+    launch_kernel(head_pointer_kernel, (blocks, 1, 1), args, constants, **options)
 
 
 def target_logits(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, first_id: int, vocab_size: int | None = None
-) -> Tensor:
-    """x fp32 [T] of targets among ids first_id .. first_id + N - 1, 0 elsewhere; NaN beyond ``vocab_size`` if given."""
-    out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    target_logit_kernel[(triton.cdiv(len(hidden), 16),)](
-        hidden, weight, temperature, targets, out, len(hidden), *weight.shape, first_id, vocab_size or 0,
-        hidden.stride(0), weight.stride(0),
-        BLOCK_K=128, UNIT=temperature.numel() == 0, num_warps=1, num_stages=4, enable_fp_fusion=False, **_PINNED,
+    hidden: Tensor, weight: Tensor, n: int, targets: Tensor, temperature: Tensor, first_id: int, out: Tensor,
+    vocab_size: int | None = None,
+) -> None:  # fmt: skip
+    """x of targets among the ids first_id .. first_id + n - 1 of weight's first n rows into out fp32 [T], 0 elsewhere;
+    NaN beyond ``vocab_size`` if given.
+    """
+    tokens, k = hidden.shape
+    launch_kernel(
+        target_logit_kernel, (-(-tokens // 16), 1, 1),
+        (hidden, weight, temperature, targets, out, tokens, n, k, first_id, vocab_size or 0, hidden.stride(0),
+         weight.stride(0)),
+        {"BLOCK_K": 128, "UNIT": temperature.numel() == 0},
+        num_warps=1, num_stages=4, enable_fp_fusion=False, **_PINNED,
     )  # fmt: skip
-    return out

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_logprob.triton_launch import launch
 from rl_logprob.triton_tiles import log_f64, row_temperature, scaled, supported
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -96,9 +97,11 @@ def sample(
     parts = triton.cdiv(vocab_size, per_program)
     values = torch.empty((parts, rows), dtype=torch.float64, device=logits.device)
     ids = torch.empty((parts, rows), dtype=torch.int64, device=logits.device)
-    sample_kernel[(parts, rows)](
-        logits, seeds, positions, temperature, *(kept or (temperature,) * 2), values, ids, vocab_size, per_program,
-        logits.stride(0), GREEDY=greedy, UNIT=temperature.numel() == 0, SUPPORT=kept is not None, BLOCK=block,
+    launch(
+        sample_kernel, (parts, rows, 1),
+        (logits, seeds, positions, temperature, *(kept or (temperature,) * 2), values, ids, vocab_size, per_program,
+         logits.stride(0)),
+        {"GREEDY": greedy, "UNIT": temperature.numel() == 0, "SUPPORT": kept is not None, "BLOCK": block},
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     best = values.amax(0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_logprob.triton_launch import launch
 from rl_logprob.triton_tiles import (
     STAT_TILE,
     below,
@@ -146,7 +147,9 @@ def _log_total(top, total):
 
 @triton.jit
 def _store_state(state, rows, row_mask, top, total, weighted, ENTROPY: tl.constexpr):
-    """fp64 [T, 3]: M, log of the sum of exp(x - M), entropy or NaN. NaN for a row that is not finite."""
+    """fp64 [T, 3]: M, log of the sum of exp(x - M), entropy or NaN. NaN for a row that is not finite. Returns the first
+    two.
+    """
     high, whole, log_total = _log_total(top, total)
     at = rows.to(tl.int64) * 3
     tl.store(state + at, high, mask=row_mask)
@@ -155,6 +158,7 @@ def _store_state(state, rows, row_mask, top, total, weighted, ENTROPY: tl.conste
     if ENTROPY:
         entropy = log_total + weighted.to(tl.float64) * 2.2737367544323206e-13 / whole
     tl.store(state + at + 2, entropy, mask=row_mask)
+    return high, log_total
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -202,6 +206,29 @@ def state_kernel(top, sums, state, T, ENTROPY: tl.constexpr, ROWS: tl.constexpr)
 def _logp(x, top, log_total):
     # adding +0 makes one zero of two
     return (((x.to(tl.float64) + 0.0) - top) - log_total).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T"])
+def score_kernel(
+    m, s, u, logits, targets, temperature, x, state, logp, T, V, stride, tiles, stride_row, stride_tile,
+    GATHER: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """``merge_kernel`` and ``selected_kernel`` in one; with GATHER x comes from logits [T, >= V] and is stored."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < T
+    if GATHER:
+        target = tl.load(targets + rows, mask=row_mask, other=0).to(tl.int64)
+        inside = (target >= 0) & (target < V)
+        at = logits + rows.to(tl.int64) * stride + tl.where(inside, target, 0)
+        value = tl.load(at, mask=row_mask & inside, other=float("nan"))
+        value = scaled(value, row_temperature(temperature, rows, row_mask, UNIT), UNIT)
+        tl.store(x + rows, value, mask=row_mask)
+    else:
+        value = tl.load(x + rows, mask=row_mask, other=0.0)
+    top = _rows_top(m, rows, row_mask, tiles, stride_row, stride_tile, ROWS, TILES)
+    total, weighted = _rows_sums(m, s, u, top, rows, row_mask, tiles, stride_row, stride_tile, ENTROPY, ROWS, TILES)
+    whole_top, log_total = _store_state(state, rows, row_mask, top, total, weighted, ENTROPY)
+    tl.store(logp + rows, _logp(value, whole_top, log_total), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -268,10 +295,13 @@ def tile_stats(
     ``kept``: threshold fp32, last id and goal int64 [T], ids counted as tiles are.
     """
     m, s, u = stats
-    rows = 16 if len(logits) >= 16 else 4
-    tile_stats_kernel[(triton.cdiv(columns, STAT_TILE), triton.cdiv(len(logits), rows))](
-        logits, temperature, *(kept or (temperature,) * 3), m, s, u, len(logits), columns, logits.stride(0), first_tile,
-        m.stride(0), ROWS=rows, UNIT=temperature.numel() == 0, ENTROPY=u.numel() > 0, SUPPORT=kept is not None,
+    rows = 16 if logits.shape[0] >= 16 else 4
+    tokens = logits.shape[0]
+    limits = (temperature, temperature, temperature) if kept is None else kept
+    launch(
+        tile_stats_kernel, (-(-columns // STAT_TILE), -(-tokens // rows), 1),
+        (logits, temperature, *limits, m, s, u, tokens, columns, logits.stride(0), first_tile, m.stride(0)),
+        {"ROWS": rows, "UNIT": temperature.numel() == 0, "ENTROPY": u.numel() > 0, "SUPPORT": kept is not None},
         num_warps=rows // 4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -286,6 +316,42 @@ def merge(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
         enable_fp_fusion=False,
     )  # fmt: skip
     return state
+
+
+def score(stats: tuple[Tensor, Tensor, Tensor], x: Tensor, state: Tensor, logp: Tensor) -> None:
+    """m, s, u [tiles, T] and x fp32 [T] -> state fp64 [T, 3] and logp fp32 [T], which are filled."""
+    _score(stats, x, x, x, x, state, logp, 0, False)
+
+
+def score_logits(
+    stats: tuple[Tensor, Tensor, Tensor], logits: Tensor, targets: Tensor, temperature: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """m, s, u [tiles, T] of logits fp32 [T, >= V], targets int64 [T] -> logp and x fp32 [T], state fp64 [T, 3].
+
+    Both are NaN for a target that is no id.
+    """
+    rows = logits.shape[0]
+    x, logp = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    state = torch.empty((rows, 3), dtype=torch.float64, device=logits.device)
+    _score(stats, logits, targets, temperature, x, state, logp, vocab_size, True)
+    return logp, x, state
+
+
+def _score(
+    stats: tuple[Tensor, Tensor, Tensor], logits: Tensor, targets: Tensor, temperature: Tensor, x: Tensor,
+    state: Tensor, logp: Tensor, vocab_size: int, gather: bool,
+) -> None:  # fmt: skip
+    m, s, u = stats
+    tiles, rows = m.shape
+    if not rows:
+        return
+    launch(
+        score_kernel, (-(-rows // _ROWS), 1, 1),
+        (m, s, u, logits, targets, temperature, x, state, logp, rows, vocab_size, logits.stride(0), tiles, m.stride(1),
+         m.stride(0)),
+        {"GATHER": gather, "UNIT": temperature.numel() == 0, "ENTROPY": u.numel() > 0, "ROWS": _ROWS, "TILES": _TILES},
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def rank_top(m: Tensor) -> Tensor:
