@@ -241,6 +241,16 @@ def body_head():
     assert (want[2] - exact.grad).norm() / exact.grad.norm() < 1e-5
     assert (want[3][:600] - weight.grad).norm() / weight.grad.norm() < 1e-5
     assert not want[3][600:].any()
+    # without main_grad every row is written once, padding too, whatever lay there
+    unfilled, torch.empty_like = torch.empty_like, lambda x, **kw: unfilled(x, **kw).fill_(torch.nan)
+    for few, leaves in ((0, 1), (1024, 1), (1024, 4)):
+        gpu_grad.FEW_TOKENS = few
+        given = (targets, one, want[1], g, d, SingleRank(), 600, leaves, False, True, [])
+        own = linear_gpu.backward(h, torch.nn.Parameter(w), *given)[1]
+        assert torch.equal(own, want[3]) if few == 0 else (own - want[3]).norm() / want[3].norm() < 1e-6
+        nothing = linear_gpu.backward(h[:0], torch.nn.Parameter(w), *(x[:0] for x in given[:5]), *given[5:])[1]
+        assert not nothing.any()
+    torch.empty_like, gpu_grad.FEW_TOKENS = unfilled, 0
     for keep in (4 * ROWS * 600, 4 * ROWS * 300):
         assert all(torch.equal(a, b) for a, b in zip(both(keep=keep), want, strict=True))
     in_leaves = both(leaves=4)

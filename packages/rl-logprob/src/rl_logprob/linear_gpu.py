@@ -108,7 +108,12 @@ def backward(
     elif needs_weight:
         # blocks of tokens are added in fp32, so more than one needs room for that; a trainer has main_grad
         add = len(blocks) > 1
-        sink = torch.zeros_like(weight, dtype=torch.float32 if add else weight.dtype)
+        if len(blocks) == 1:
+            # one block writes every row of an id; only padding is left
+            sink = torch.empty_like(weight)
+            sink[_real_rows(rows, comm.rank, vocab_size) :].zero_()
+        else:
+            sink = torch.zeros_like(weight, dtype=torch.float32 if add else weight.dtype)
     dhidden = torch.empty_like(hidden) if needs_hidden and len(blocks) != 1 else None
     for i, begin in enumerate(blocks):
         part = slice(begin, min(begin + GPU_TOKEN_BLOCK, len(hidden)))
