@@ -25,9 +25,12 @@ def arms(monkeypatch):
         print("starting", engine)
         if engine == "batch-invariant":
             raise ValueError("no such mode")
-        return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), engine=engine)
+        processor = SimpleNamespace(process_outputs=None)
+        return SimpleNamespace(
+            llm_engine=SimpleNamespace(vllm_config=config, output_processor=processor), engine=engine
+        )
 
-    def measure(llm, prompt, batch, new, seeded):
+    def measure(llm, steps, prompt, batch, new, seeded):
         if llm.engine == "native" and batch == 1:
             time.sleep(600)
         return {"prefill": 100.0 * batch, "decode": (10.0 if seeded else 20.0) * batch}
@@ -104,5 +107,50 @@ def test_every_engine_has_a_cache_for_its_largest_case(arms):
             cases = arms.cases_of(name, layers)
             assert (512, 64, 96) in cases
             assert arms.arguments(name, layers, "x")["kv_cache_memory_bytes"] <= arms.CACHE_LIMIT
-    assert (4096, 256, 32) in arms.cases_of("strict", 8)
-    assert (4096, 256, 32) not in arms.cases_of("strict", 36)
+    assert (4096, 256, 64) in arms.cases_of("strict", 8)
+    assert (4096, 256, 64) not in arms.cases_of("strict", 36)
+
+
+class Engine:
+    """Hands out tokens at known times: prompts that it has not seen take a second each, a step 5 ms a request.
+
+    A request starts a step after the one before it.
+    """
+
+    def __init__(self, monkeypatch):
+        from benches import engine_arms
+
+        self.now, self.seen, self.calls = 0.0, set(), []
+        monkeypatch.setattr(engine_arms, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.llm_engine = self.output_processor = self
+        self.output_processor.process_outputs = lambda outputs, timestamp: len(outputs)
+
+    def generate(self, prompts, params, use_tqdm):
+        names = [tuple(p["prompt_token_ids"]) for p in prompts]
+        fresh = sum(name not in self.seen for name in names)
+        self.seen |= set(names)
+        self.now += fresh
+        tokens = params[0].max_tokens
+        self.calls.append((fresh, tokens))
+        for step in range(tokens + len(names) - 1):
+            active = sum(i <= step < i + tokens for i in range(len(names)))
+            self.now += 0.005 * active
+            outputs = [SimpleNamespace(new_token_ids=[1])] * active
+            assert self.output_processor.process_outputs(outputs, 2 * self.now) == active
+
+
+def test_decode_is_timed_where_all_requests_decode_and_prefill_of_unseen_prompts(arms, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from benches import engine_arms
+
+    llm = Engine(monkeypatch)
+    found = engine_arms.measure(llm, engine_arms.Steps(llm), 32, 4, 40, True)
+    assert found["step_ms"] == 20.0
+    assert found["core_step_ms"] == 40.0
+    assert found["decode"] == pytest.approx(200.0)
+    assert found["prefill"] == pytest.approx(4 * 32 / 4.02)
+    assert llm.calls == [(4, 1), (0, 4), (4, 1), (4, 1), (0, 44), (0, 44)]
+    with pytest.raises(engine_arms.TooFewSteps, match="only 2 of 14 steps gave all 13 requests a token"):
+        engine_arms.measure(llm, engine_arms.Steps(llm), 32, 13, 10, True)

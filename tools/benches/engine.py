@@ -4,8 +4,8 @@
 
 Qwen3-8B's dimensions, dummy weights. The engines of one model start side by side on one GPU and are then measured in
 turn, case by case, alone on it, so that what is there when the time is up can be compared. With several GPUs each takes
-the next model. Prefill is the time to the first token of a whole batch, decode what every further token takes; both
-from the same requests.
+the next model. Prefill is the time to the last first token of a batch of unseen prompts; decode is the time between
+steps that give every request of a batch a token, once all prompts are in the prefix cache.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from benches import engine_arms
 from benches.engine_arms import ARMS, CASES
 
 METHOD = (
-    "Best of 2 rounds a case (1 where a prompt batch has over 300,000 tokens), vLLM's own engine process, logprobs=0; "
+    "Best of 2 rounds a case (prefill: 1 where a prompt batch has over 300,000 tokens), vLLM's own engine process, "
+    "logprobs=0, decode timed between steps in which all requests get a token, their prompts in the prefix cache; "
     "compiled, full and piecewise CUDA graphs of 1, 8, 64, 256 and 512 tokens unless the engine's name says eager"
 )
 ENGINES = ("strict", "native", "batch-invariant")

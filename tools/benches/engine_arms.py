@@ -19,7 +19,7 @@ from typing import Any
 # (prompt, batch, new tokens), the most wanted first
 CASES = (
     (512, 64, 96), (512, 256, 64), (512, 1, 128), (512, 8, 128),
-    (4096, 64, 64), (4096, 1, 128), (4096, 8, 96), (4096, 256, 32),
+    (4096, 64, 64), (4096, 1, 128), (4096, 8, 96), (4096, 256, 64),
 )  # fmt: skip
 # batches that decode, and one prompt of 512 tokens
 GRAPHS = [1, 8, 64, 256, 512]
@@ -51,7 +51,7 @@ def config(layers: int) -> dict[str, Any]:
 
 def cache_bytes(layers: int, cases: Any) -> int:
     """Bytes of keys and values that the largest of ``cases`` needs, with a page to spare for every request."""
-    tokens = max(batch * (-(-(prompt + new + 2) // PAGE) + 1) * PAGE for prompt, batch, new in cases)
+    tokens = max(batch * (-(-(prompt + new + 6) // PAGE) + 1) * PAGE for prompt, batch, new in cases)
     return tokens * layers * 2 * 8 * 128 * 2 + (64 << 20)
 
 
@@ -93,14 +93,47 @@ def start(engine: str, layers: int, folder: str, **changes: Any) -> Any:
     return LLM(**rl_vllm.engine_args(build_profile("bench", settings), **options))
 
 
-def measure(llm: Any, prompt: int, batch: int, new: int, seeded: bool) -> dict[str, float]:
-    """Tokens a second of both phases."""
+class TooFewSteps(Exception):
+    """A batch was never whole for long enough to time its decode."""
+
+
+class Steps:
+    """What an engine hands out, step by step: (seconds here, seconds at the engine's core, requests, tokens)."""
+
+    def __init__(self, llm: Any) -> None:
+        self.seen: list[tuple[float, float, int, int]] = []
+        processor = llm.llm_engine.output_processor
+        stock = processor.process_outputs
+
+        def process_outputs(outputs: Any, engine_core_timestamp: Any = None, *args: Any, **kwargs: Any) -> Any:
+            tokens = sum(len(x.new_token_ids) for x in outputs)
+            if tokens:
+                self.seen.append((time.perf_counter(), engine_core_timestamp or 0.0, len(outputs), tokens))
+            return stock(outputs, engine_core_timestamp, *args, **kwargs)
+
+        processor.process_outputs = process_outputs
+
+    def of_whole_batch(self, batch: int) -> list[tuple[float, float, int, int]]:
+        """The steps that gave every request one token."""
+        return [x for x in self.seen if x[2:] == (batch, batch)]
+
+
+def measure(llm: Any, steps: Steps, prompt: int, batch: int, new: int, seeded: bool) -> dict[str, float]:
+    """Tokens a second of both phases, decode also at the engine's core, and milliseconds a step of it.
+
+    Prefill: from the call to the last request's first token, of prompts never seen. Decode: between the first and the
+    last step that gave every request one token; their prompts are in the prefix cache, so that all requests decode from
+    the start.
+    """
     import torch
     from vllm import SamplingParams
 
-    def seconds(tokens: int, salt: int) -> float:
+    def prompts(salt: int) -> list[list[int]]:
         g = torch.Generator().manual_seed(salt)
-        prompts = torch.randint(10, 150000, (batch, prompt), generator=g).tolist()
+        found: list[list[int]] = torch.randint(10, 150000, (batch, prompt), generator=g).tolist()
+        return found
+
+    def run(given: list[list[int]], tokens: int) -> float:
         params = [
             SamplingParams(
                 temperature=1.0, seed=i if seeded else None, max_tokens=tokens, logprobs=0, ignore_eos=True,
@@ -108,17 +141,36 @@ def measure(llm: Any, prompt: int, batch: int, new: int, seeded: bool) -> dict[s
             )
             for i in range(batch)
         ]  # fmt: skip
+        steps.seen.clear()
         begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": p} for p in given], params, use_tqdm=False)
         return time.perf_counter() - begin
 
     salt = prompt * 1000 + batch
-    # a decode of the whole batch, so that its kernels and graphs are there
-    seconds(4, salt)
+    # both phases of the whole batch once, so that their kernels and graphs are there
+    for tokens in (1, 4):
+        run(prompts(salt), tokens)
     rounds = 1 if prompt * batch > 300_000 else 2
-    first = min(seconds(1, salt + 1 + i) for i in range(rounds))
-    whole = min(seconds(new + 1, salt + 11 + i) for i in range(rounds))
-    return {"prefill": batch * prompt / first, "decode": batch * new / max(whole - first, 1e-9)}
+    first, given = float("inf"), prompts(salt)
+    for i in range(rounds):
+        given = prompts(salt + 1 + i)
+        first = min(first, run(given, 1))
+    best: list[float] = []
+    core: list[float] = []
+    for _ in range(2):
+        run(given, new + 4)
+        whole = steps.of_whole_batch(batch)
+        # requests arrive one after the other while the first already decode
+        if len(whole) < 12:
+            raise TooFewSteps(f"only {len(whole)} of {new + 4} steps gave all {batch} requests a token")
+        best.append((whole[-1][0] - whole[0][0]) / (len(whole) - 1))
+        core.append((whole[-1][1] - whole[0][1]) / (len(whole) - 1))
+    return {
+        "prefill": batch * prompt / first,
+        "decode": batch / min(best),
+        "step_ms": round(1e3 * min(best), 4),
+        "core_step_ms": round(1e3 * min(core), 4),
+    }
 
 
 def arm(pipe: Any, engine: str, layers: int, folder: str, log: str, environment: dict[str, str]) -> None:
@@ -143,9 +195,13 @@ def arm(pipe: Any, engine: str, layers: int, folder: str, log: str, environment:
                 "compilation": str(getattr(vllm_config.compilation_config.mode, "name", None)),
             }
         )
+        steps = Steps(llm)
         while (case := pipe.recv()) is not None:
             prompt, batch, new = case
-            pipe.send(measure(llm, prompt, batch, new, engine.startswith("strict")))
+            try:
+                pipe.send(measure(llm, steps, prompt, batch, new, engine.startswith("strict")))
+            except TooFewSteps as error:
+                pipe.send({"problem": str(error)})
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
