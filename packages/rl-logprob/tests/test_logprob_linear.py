@@ -256,14 +256,16 @@ def test_unequal_shards_are_refused_on_every_rank():
         )
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 5])
 @pytest.mark.parametrize(("main_grad", "kept"), [(False, False), (True, False), (True, True)])
-def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(world, main_grad, kept):
+def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(monkeypatch, world, main_grad, kept):
+    # a gather of a shared gradient takes several rounds, the last one short
+    monkeypatch.setattr(linear, "SHARED_ELEMENTS", world * 48 * 100)
     h, w, targets = make(131, 48, 1100, 64)
     grads = torch.randn(2, 131)
     held = torch.randn(w.shape)
     # ranks may hold different numbers of scored rows, or none
-    places = torch.arange(131).tensor_split([0, 0, 77] if world == 4 else [77])
+    places = torch.arange(131).tensor_split({2: [77], 4: [0, 0, 77], 5: [0, 0, 40, 77]}[world])
 
     logits = rl_gemm.linear(h, w, out_dtype=torch.float32)
     support = lp.sampling_support(logits, vocab_size=1100, temperature=0.7, top_k=70) if kept else None
@@ -280,9 +282,19 @@ def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(worl
         return x.grad, weight.main_grad if main_grad else weight.grad
 
     dh, dw = gradients(torch.arange(131), None)
+    computed = set()
+
+    def spy(ctx, comm, weight, *args, **options):
+        computed.add((len(weight), options["needs_weight"]))
+        return plain(ctx, comm, weight, *args, **options)
+
+    plain = linear._gradients
+    monkeypatch.setattr(linear, "_gradients", spy)
     ranks = on_ranks(world, lambda comm: gradients(places[comm.rank], TokenShards(comm, places)))
     assert torch.equal(torch.cat([got[0] for got in ranks]), dh)
     assert all(torch.equal(got[1], dw) for got in ranks)
+    # 24 tiles: five ranks can't share them
+    assert computed == {(len(w), False), (len(w) if world == 5 else len(w) // world, True)}
 
     if kept:
         listed = support.ids(logits, vocab_size=1100, temperature=0.7)
