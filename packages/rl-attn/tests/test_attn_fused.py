@@ -68,3 +68,15 @@ def test_bad_input_is_named_and_nothing_is_written(change, message):
             call.pop("slots"), **call,
         )  # fmt: skip
     assert torch.equal(before, _bits(cache))
+
+
+def test_kernels_are_launched_without_an_op_around_them_only_where_nobody_traces():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from rl_attn import gpu
+
+    assert not gpu.direct(torch.empty(1))
+    with FakeTensorMode():
+        traced = torch.empty(1, device="cuda")
+        assert traced.is_cuda
+        assert not gpu.direct(traced)

@@ -145,6 +145,18 @@ def test_phase_chunks_equal_prefill(batch, expected, chunk):
         assert equal(lse, expected[1][rows]), start
 
 
+def test_one_sequence_that_is_not_short_needs_no_segments(batch, expected):
+    n = max(range(len(batch.lengths)), key=batch.lengths.__getitem__)
+    first, length = int(batch.cu[n]), batch.lengths[n]
+    for rows, kernel in ((length, "rl_attn.triton_hopper"), (1, "rl_attn.triton_hopper_decode")):
+        at = slice(first + length - rows, first + length)
+        reset_launches()
+        out, lse = batch.paged(at, [0, rows], [length], slice(n, n + 1))
+        assert {x["kernel"] for x in launches()} == {kernel}
+        assert equal(out, expected[0][at])
+        assert equal(lse, expected[1][at])
+
+
 def test_batch_row_alone_equals_row_among_mates(batch, expected):
     for n in (10, 13, 16):
         row = int(batch.cu[n + 1]) - 1

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rl_attn import metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
+from rl_attn import gpu, metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
 from rl_attn.checks import (
     check_call,
     refuse_variants,
@@ -188,7 +188,9 @@ def attention_paged(
         found = found if out is None else out.copy_(found)
         return (found, lse) if return_lse else found
     rest = (query_start_loc, seq_lens, block_table, float(scale), key_tile, segment, max_query_len)
-    if out is None:
+    if gpu.direct(q):
+        out, lse = gpu.paged(q, cache.k, cache.v, *rest[:-1], most_rows=max_query_len, out=out)
+    elif out is None:
         out, lse = ops.paged(q, cache.k, cache.v, *rest)
     else:
         lse = ops.paged_into(out, q, cache.k, cache.v, *rest)

@@ -45,7 +45,7 @@ def _(q, k, v, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, s
 
 
 @norm_rotary_write_op.register_kernel("cuda")
-def _(
+def _launch(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, positions: Tensor,
     cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -107,7 +107,7 @@ def norm_rotary_write(
         _check_values(where, positions, table.max_positions, slot_mapping, cache.num_blocks * cache.block_size)
     cos, sin = table.on(q.device)
     weights = (None, None) if q_weight is None or k_weight is None else (q_weight.detach(), k_weight.detach())
-    return norm_rotary_write_op(
+    return (_launch if gpu.direct(q) else norm_rotary_write_op)(
         q.detach(), k.detach(), v.detach(), *weights, float(eps or 0.0), positions, cos, sin, cache.k, cache.v,
         slot_mapping,
     )  # fmt: skip

@@ -105,6 +105,11 @@ def record(boundary: str, kernel: str, plan: str = "-", layout: str = "-") -> No
     record_launch(Launch(boundary, kernel, plan, layout, "capture" if capturing else "eager"))
 
 
+def direct(x: Tensor) -> bool:
+    """Whether kernels on ``x`` may be launched without an opaque op around them, which takes longer than they do."""
+    return x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling()
+
+
 def check(where: str, *tensors: Tensor) -> None:
     """Model types of a GPU."""
     for x in tensors:
@@ -188,6 +193,8 @@ def paged(
     room = block_rows(split, group) // group
     few = tokens <= sequences * room
     splits = most > 1 and sequences <= MOST_SPLIT_SEQUENCES and sequences * kv_heads <= MOST_SPLIT_PROGRAMS
+    # of one sequence that is not short the segments have nothing to do
+    splits = splits and (few or sequences > 1)
     short = (room if few else 1) if splits else 0
     if out is None:
         out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
