@@ -273,7 +273,7 @@ def test_phase_few_queries_equal_prefill_zeros_included(heads, head_dim):
         rows = [int(end) - count + i for end in case.cu[1:] for i in range(count)]
         reset_launches()
         found, found_lse = case.paged(rows, [count * n for n in range(len(lengths) + 1)], list(lengths), slice(None))
-        assert launches()[0]["kernel"] == "rl_attn.triton_hopper_decode"
+        assert "rl_attn.triton_hopper_decode" in {x["kernel"] for x in launches()}
         assert equal(found, out[rows])
         assert equal(found_lse, lse[rows])
 
