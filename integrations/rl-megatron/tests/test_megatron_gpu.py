@@ -226,7 +226,8 @@ def test_layout_a_leaf_has_one_sum_of_squares_in_every_shard(gpu: None, tiny: An
     sizes = ((48, 1024), (176, 3 * 16), (1040, 8 * 13), (272, 8 * 1001), (4096, 3072))
     for name, grad in order.gradients(sizes, 3, "cuda", offset):
         order.check(triton_optimizer.square_sums, name, grad, 8)
-    ((_, many),) = order.gradients(((1, 9_000_001),), 1, "cuda")
+    # of this many, the sums of both directions differ
+    many = next(order.gradients(((1, 9_000_001),), 1, "cuda"))[1][:, :5_000_001]
     out = torch.empty(1, dtype=torch.float64, device="cuda")
     triton_optimizer.square_sums(many, out, None, 1)
     assert torch.equal(out[0], order.written_out(many))
