@@ -63,7 +63,7 @@ def runner_of(profile, sizes=(1, 2, 4)):
         model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32),
         sample=lambda *args: ("stock", args),
     )  # fmt: skip
-    made = SamplingGraphs(runner, list(sizes))
+    made = SamplingGraphs(runner, list(sizes), 5)
     runner.sample = made.sample
     return runner, made
 
@@ -133,23 +133,36 @@ def test_unfinished_prompt_has_no_token_and_requests_without_logprobs_none(profi
     assert output.logprobs_tensors is None
 
 
-def test_step_that_needs_its_logits_or_is_too_large_goes_the_eager_way(profile):
+def test_step_without_a_graph_has_the_same_bits(profile):
     runner, made = runner_of(profile)
-    assert runner.sample(*batch([0]))[0] == "stock"
+    hidden, given = batch([3, 0, 2])
+    before = runner.sample(hidden, given)[0]
     made.capture()
-    made.reset()
+    after = runner.sample(hidden, given)[0]
+    assert torch.equal(before.sampled_token_ids, after.sampled_token_ids)
+    assert torch.equal(before.logprobs_tensors.logprobs, after.logprobs_tensors.logprobs)
+    # more rows than the largest graph
+    hidden, given = batch([0, 1, 2, 3, 4])
+    output = runner.sample(hidden, given)[0]
+    ids, logp, _ = wanted(profile, runner, hidden, given)
+    assert torch.equal(output.sampled_token_ids[:, 0], ids)
+    assert torch.equal(output.logprobs_tensors.logprobs[:, 0], logp)
+    assert made.report() == {"sizes": [1, 2, 4], "direct": 2, "graph": 1}
+
+
+def test_step_that_needs_its_logits_goes_the_runners_own_way(profile):
+    runner, made = runner_of(profile)
+    made.capture()
     states = runner.sampler.sampling_states
-    assert runner.sample(*batch([0, 1, 2, 3, 4]))[0] == "stock"
     assert runner.sample(*batch([0]), object())[0] == "stock"
     states.num_logprobs[1] = 5
     assert runner.sample(*batch([1, 0]))[0] == "stock"
     assert runner.sample(*batch([0]))[0] != "stock"
     runner.sampler.logprob_token_ids_state.max_num_token_ids = lambda rows: 2
     assert runner.sample(*batch([0]))[0] == "stock"
-    assert made.report() == {
-        "sizes": [1, 2, 4], "eager: too many rows": 1, "eager: grammar or drafts": 1, "eager: logits wanted": 2,
-        "graph": 1,
-    }  # fmt: skip
+    assert made.report() == {"sizes": [1, 2, 4], "logits": 3, "graph": 1}
+    made.reset()
+    assert made.report() == {"sizes": [1, 2, 4]}
 
 
 def test_head_that_lies_elsewhere_is_captured_again(profile):
@@ -206,14 +219,15 @@ def test_runner_captures_after_its_own_graphs_and_tells_the_memory(profile, monk
     monkeypatch.setattr(sampling_graphs, "sizes_for", lambda config: [1, 2])
     free = iter([1000, 970])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 0))
-    made = sampling_graphs.install(runner, None)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    made = sampling_graphs.install(runner, config)
     assert made.report() == {"sizes": []}
     assert runner.capture_model() == 130
     assert made.report() == {"sizes": [1, 2]}
     assert runner.sample(*batch([0]))[0] != "stock"
     # a later runner that shares this work among ranks keeps its own way
     runner.batch_sharder = object()
-    assert sampling_graphs.install(runner, None) is None
+    assert sampling_graphs.install(runner, config) is None
 
 
 def test_kernel_that_picks_rows_does_what_the_cpu_does(tmp_path):

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 import rl_logprob
 from rl_contract import ContractError, Profile
 from rl_logprob.checks import row_temperature
-from rl_logprob.draw import draw_scored
+from rl_logprob.draw import Drawn, draw_scored, new_packed, unpack
 from rl_logprob.sampling import sample_op
 
 
@@ -151,21 +151,42 @@ class StrictGPUSampler(Sampler):
     ) -> tuple[Tensor, Any]:
         m, rows = sampling_metadata, logits.shape[0]
         positions = self._positions(rows)
+        if not m.max_num_logprobs and not m.logprob_token_ids:
+            found = self._scored(logits, m, positions)
+            return found.ids, None if m.max_num_logprobs is None else found
         if m.all_greedy:
             chosen, scored = self.draws.draw(logits, None, positions, 1.0, True), Scored(logits, 1.0)
         else:
-            assert m.temperature is not None
-            cold = m.temperature < _SAMPLING_EPS
-            temperature = m.temperature if m.all_random else torch.where(cold, 1.0, m.temperature)
+            temperature, cold = self._temperatures(m, rows)
             chosen = self.draws.draw(
                 logits, self._seeds_of(m, rows), positions, temperature, False if m.all_random else cold
             )
             scored = Scored(logits, temperature)
         if m.max_num_logprobs == -1 or m.logprob_token_ids:
             return chosen, self.draws.full(scored)
-        return chosen, None if m.max_num_logprobs is None else scored
+        return chosen, scored
+
+    def _scored(self, logits: Tensor, m: SamplingMetadata, positions: Tensor) -> Drawn:
+        """Tokens with their log-probabilities and ranks, nobody asking for those of other tokens."""
+        rows = logits.shape[0]
+        temperature, cold = self._temperatures(m, rows)
+        packed = new_packed(rows, logits.device)
+        self.draws.check()
+        self.draws.scored(logits, self._seeds_of(m, rows), positions, temperature, cold.to(torch.int64), packed)
+        return unpack(packed, rows)
+
+    def _temperatures(self, m: SamplingMetadata, rows: int) -> tuple[Tensor, Tensor]:
+        """fp32 [rows], 1 where greedy; bool [rows], which are."""
+        if m.all_greedy or m.temperature is None:
+            ones = torch.ones(rows, dtype=torch.float32, device=self.runner.device)
+            return ones, ones > 0
+        cold = m.temperature < _SAMPLING_EPS
+        return torch.where(cold, 1.0, m.temperature), cold
 
     def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:  # type: ignore[override]
+        if isinstance(logprobs, Drawn):
+            values = logprobs.logprobs[:, None]
+            return LogprobsTensors(logprobs.ids[:, None].to(torch.int32), values, logprobs.ranks)
         if not isinstance(logprobs, Scored):
             return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
         ids, values, ranks = self.draws.top(logprobs, num_logprobs, token_ids)

@@ -4,8 +4,8 @@ Launched one by one these keep the host busy for longer than a small model keeps
 number of rows that vLLM captures the model for; a step with fewer rows is padded. Graphs lie in a memory pool of their
 own: hidden states of a piecewise model graph lie in vLLM's, and prompt log-probabilities read them after this graph.
 
-A step that needs the logits themselves (other tokens' log-probabilities, a grammar) or has too many rows goes the
-eager way, to the same bits; ``report`` counts both.
+A step for which there is no graph launches the same kernels directly. One that needs the logits themselves (other
+tokens' log-probabilities, a grammar) goes vLLM's way. All give the same bits; ``report`` counts them.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from rl_logprob import draw
 
 
 def sizes_for(vllm_config: Any) -> list[int]:
-    """Numbers of rows to capture, ascending; empty where vLLM captures nothing, or several ranks share the head."""
+    """Numbers of rows to capture, ascending; none where vLLM captures nothing, or where ranks gather the logits."""
     compilation = vllm_config.compilation_config
     if vllm_config.model_config.enforce_eager or not compilation.cudagraph_mode:
         return []
@@ -40,23 +40,24 @@ class SamplingGraphs:
 
     Args:
         runner: vLLM's, with a ``StrictRunnerSampler``.
-        sizes: numbers of rows, ascending.
+        sizes: numbers of rows to capture, ascending.
+        most: rows of the largest step.
     """
 
-    def __init__(self, runner: Any, sizes: list[int]) -> None:
-        self.runner, self.sizes = runner, sizes
+    def __init__(self, runner: Any, sizes: list[int], most: int) -> None:
+        self.runner, self.sizes, self.most = runner, sizes, most
         self.sampler, self.draws, self.device = runner.sampler, runner.sampler.draws, runner.device
         self.ways: Counter[str] = Counter()
         self._stock = runner.sample
         self._replays: dict[int, Callable[[], None]] = {}
         self._pool: Any = None
         self._weight: int | None = None
-        # sizes[i] for i rows
-        self._size_of = [next(s for s in sizes if s >= n) for n in range(sizes[-1] + 1)]
+        # by number of rows; without a graph, as many
+        self._size_of = [next((s for s in sizes if s >= n), n) for n in range(most + 1)]
         model = runner.model_config
-        self._hidden = torch.zeros((sizes[-1], model.get_hidden_size()), dtype=model.dtype, device=self.device)
-        self._arena = torch.zeros(4 * sizes[-1], dtype=torch.int64, device=self.device)
-        self._packed = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=self.device)
+        self._hidden = torch.zeros((most, model.get_hidden_size()), dtype=model.dtype, device=self.device)
+        self._arena = torch.zeros(4 * most, dtype=torch.int64, device=self.device)
+        self._packed = torch.zeros(3 * most, dtype=torch.int64, device=self.device)
 
     def report(self) -> dict[str, Any]:
         """Sizes captured, and how many steps went which way since ``reset``."""
@@ -82,13 +83,16 @@ class SamplingGraphs:
         asked = int(self.sampler.sampling_states.num_logprobs[input_batch.idx_mapping_np].max(initial=-1))
         way = self._way(input_batch, grammar_output, asked)
         self.ways[way] += 1
-        if way != "graph":
+        if way == "logits":
             return self._stock(hidden_states, input_batch, grammar_output)
         self.draws.check()
         rows = input_batch.num_reqs
-        size = self._size_of[rows]
+        size = self._size_of[rows] if way == "graph" else rows
         counts = self._pick(size, hidden_states, input_batch)
-        self._replays[size]()
+        if way == "graph":
+            self._replays[size]()
+        else:
+            self._step(size)
         # the next step overwrites what a graph writes, while this one's is still on its way to the host
         packed = self._packed[: 3 * size].clone()
         ids, logprobs, ranks = draw.unpack(packed.view(3, size), rows)
@@ -102,17 +106,13 @@ class SamplingGraphs:
 
     def _way(self, batch: Any, grammar: Any, asked: int) -> str:
         """``asked``: how many other tokens' log-probabilities; -1 where none are wanted at all."""
-        rows = batch.num_reqs
-        if not self._replays:
-            return "eager: not captured"
-        if grammar is not None or batch.num_draft_tokens or len(batch.logits_indices) != rows:
-            return "eager: grammar or drafts"
-        if not 0 < rows <= self.sizes[-1]:
-            return "eager: too many rows"
-        if self.sampler.compute_nans or asked > 0:
-            return "eager: logits wanted"
-        if self.sampler.logprob_token_ids_state.max_num_token_ids(batch.idx_mapping_np) > 0:
-            return "eager: logits wanted"
+        rows, states = batch.num_reqs, self.sampler.logprob_token_ids_state
+        if grammar is not None or batch.num_draft_tokens or len(batch.logits_indices) != rows or not rows:
+            return "logits"
+        if self.sampler.compute_nans or asked > 0 or states.max_num_token_ids(batch.idx_mapping_np) > 0:
+            return "logits"
+        if self._size_of[rows] not in self._replays:
+            return "direct"
         if self._address() != self._weight:
             self.capture()
         return "graph"
@@ -197,14 +197,17 @@ def _capturing(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def install(runner: Any, vllm_config: Any) -> SamplingGraphs | None:
-    """Let the runner capture these graphs after the model's; None where there is nothing to capture."""
-    sizes = sizes_for(vllm_config)
+    """Let the runner sample this way, and capture these graphs after the model's; None where it samples otherwise."""
     # later runners share the sampler's work among ranks, or have more for it to do
-    if not sizes or getattr(runner, "batch_sharder", None) or getattr(runner.sampler, "return_sampling_mask", False):
+    if getattr(runner, "batch_sharder", None) or getattr(runner.sampler, "return_sampling_mask", False):
         return None
     if getattr(runner.sampler, "trace_replay_state", None) is not None:
         return None
-    graphs = SamplingGraphs(runner, sizes)
+    sizes = sizes_for(vllm_config)
+    graphs = SamplingGraphs(runner, sizes, vllm_config.scheduler_config.max_num_seqs)
+    runner.sample = graphs.sample
+    if not sizes:
+        return graphs
     stock = runner.capture_model
 
     def capture_model(*args: Any, **kwargs: Any) -> Any:
@@ -213,5 +216,5 @@ def install(runner: Any, vllm_config: Any) -> SamplingGraphs | None:
         graphs.capture()
         return found + max(0, free - torch.cuda.mem_get_info()[0])
 
-    runner.capture_model, runner.sample = capture_model, graphs.sample
+    runner.capture_model = capture_model
     return graphs

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "S"])
 def pick_rows_kernel(
     hidden_states, logits_indices, positions, mapping, seeds, temperatures, seq_lens, prefill_lens, hidden, arena,
     counts, rows, stride, H, S, COLD: tl.constexpr, BLOCK: tl.constexpr,

@@ -73,7 +73,7 @@ def draw_kernel(
     tl.store(ids_out + at, tl.where(bad > 0, -1, choice))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def score_kernel(
     logits, temperature, kinds, values, ids, m, s, out, bad, V, parts, stride, PARTS: tl.constexpr, TILES: tl.constexpr
 ):
