@@ -8,91 +8,19 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from tiny_checkpoint import tiny_config
+from sampling_helpers import CONFIG, batch, runner_of, wanted
 
-import rl_gemm
 import rl_vllm
 from rl_contract import ContractError, build_profile
 
 pytest.importorskip("vllm")
 
-CONFIG = tiny_config()
-VOCAB, HIDDEN = CONFIG["vocab_size"], CONFIG["hidden_size"]
-# of the runner's eight requests; the last two are the same but for their seeds
-TEMPERATURES = torch.tensor([0.7, 0.0, 1.0, 1.3, 0.0, 0.5, 0.9, 0.9])
-SEEDS = torch.tensor([11, 12, -13, 14, 15, 16, 17, 18])
-
 
 @pytest.fixture(scope="module")
 def profile():
     return build_profile("tiny", rl_vllm.settings_from_hf(CONFIG, leaves=4))
-
-
-class Model(torch.nn.Module):
-    """A head of VOCAB ids and three columns of padding, which are cut off."""
-
-    def __init__(self):
-        super().__init__()
-        g = torch.Generator().manual_seed(1)
-        self.lm_head = torch.nn.Linear(HIDDEN, VOCAB + 3, bias=False)
-        self.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB + 3, HIDDEN, generator=g), requires_grad=False)
-
-    def compute_logits(self, hidden):
-        # torch's own product of a row depends on the number of rows
-        return rl_gemm.column_parallel_linear(hidden, self.lm_head.weight, out_dtype=torch.float32)[:, :VOCAB]
-
-
-def runner_of(profile, sizes=(1, 2, 4)):
-    from rl_vllm.gpu_sampling import StrictRunnerSampler
-    from rl_vllm.sampling_graphs import SamplingGraphs
-
-    states = SimpleNamespace(
-        temperature=SimpleNamespace(np=TEMPERATURES.numpy(), gpu=TEMPERATURES), seeds=SimpleNamespace(gpu=SEEDS),
-        num_logprobs=np.zeros(8, np.int32),
-    )  # fmt: skip
-    stock = SimpleNamespace(
-        sampling_states=states, compute_nans=False,
-        logprob_token_ids_state=SimpleNamespace(max_num_token_ids=lambda rows: 0),
-        req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=torch.tensor([5, 5, 5, 5, 5, 5, 5, 900]))),
-    )  # fmt: skip
-    runner = SimpleNamespace(
-        sampler=StrictRunnerSampler(profile, stock, torch.device("cpu")), device=torch.device("cpu"), model=Model(),
-        model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32),
-        sample=lambda *args: ("stock", args),
-    )  # fmt: skip
-    made = SamplingGraphs(runner, list(sizes), 5)
-    runner.sample = made.sample
-    return runner, made
-
-
-def batch(requests, seed=0):
-    """(hidden states of two tokens a request, the batch of these requests)."""
-    g = torch.Generator().manual_seed(seed)
-    rows = len(requests)
-    index = torch.tensor(requests, dtype=torch.int32)
-    hidden = torch.randn(2 * rows + 3, HIDDEN, generator=g)
-    positions = torch.arange(2 * rows + 3) * 7
-    return hidden, SimpleNamespace(
-        num_reqs=rows, num_draft_tokens=0, idx_mapping_np=np.array(requests), expanded_idx_mapping=index,
-        logits_indices=torch.arange(rows) * 2 + 1, positions=positions, seq_lens=torch.tensor([9] * rows),
-    )  # fmt: skip
-
-
-def wanted(profile, runner, hidden, given):
-    import rl_logprob
-
-    logits = runner.model.compute_logits(hidden[given.logits_indices])
-    at = given.expanded_idx_mapping.long()
-    temperature = torch.where(TEMPERATURES[at] == 0, 1.0, TEMPERATURES[at])
-    positions = given.positions[given.logits_indices] + 1
-    drawn = rl_logprob.gumbel_sample(logits, SEEDS[at], positions, vocab_size=VOCAB, temperature=temperature)
-    ids = torch.where(TEMPERATURES[at] == 0, rl_logprob.greedy_sample(logits, vocab_size=VOCAB), drawn)
-    tile = profile.settings.vocab_tile
-    logp = rl_logprob.selected_logprob(logits, ids, vocab_size=VOCAB, temperature=temperature, vocab_tile=tile)
-    return ids, logp, (logits >= logits.gather(1, ids[:, None])).sum(1)
 
 
 @pytest.mark.parametrize("requests", [[0], [1, 4], [3, 0, 2], [4, 2, 1, 0], [6]])

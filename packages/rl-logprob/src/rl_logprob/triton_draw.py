@@ -44,15 +44,16 @@ def draw_kernel(
     tiles = tl.cdiv(V, 128)
     best = tl.full((), float("-inf"), tl.float64)
     choice = tl.full((), 0x7FFFFFFF, tl.int32)
-    bad = tl.full((), 0, tl.int32)
+    # a NaN or +inf shows in a tile's maximum
+    bad = tl.zeros((TILES,), tl.int32)
     end = tl.where(kind < 0, start, tl.minimum(start + per_program, V))
     for begin in range(start, end, TILES * 128):
         tile = begin // 128 + tl.arange(0, TILES)
         ids = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"))
         x = tl.div_rn(x, temp)
-        bad = tl.maximum(bad, tl.max(tl.max(tl.where(x < float("inf"), 0, 1), 1), 0))
         top, total, _ = tile_sums(x, 1, False)
+        bad = tl.where(top < float("inf"), bad, 1)
         at = row.to(tl.int64) * tiles + tile
         tl.store(m + at, top, mask=tile < tiles)
         tl.store(s + at, total, mask=tile < tiles)
@@ -69,8 +70,9 @@ def draw_kernel(
             choice = tl.where(highest > best, found, choice)
             best = tl.where(highest > best, highest, best)
     at = row * tl.num_programs(0) + tl.program_id(0)
-    tl.store(values + at, tl.where(bad > 0, float("inf"), best))
-    tl.store(ids_out + at, tl.where(bad > 0, -1, choice))
+    any_bad = tl.max(bad, 0) > 0
+    tl.store(values + at, tl.where(any_bad, float("inf"), best))
+    tl.store(ids_out + at, tl.where(any_bad, -1, choice))
 
 
 @triton.jit(do_not_specialize=["parts"])
