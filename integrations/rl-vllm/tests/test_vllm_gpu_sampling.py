@@ -1,4 +1,4 @@
-"""The sampling graph on a GPU, without an engine: replays, padding and direct launches, bits of the single operators."""
+"""The sampling graph on a GPU, without an engine: replays, padding and direct launches have the operators' bits."""
 
 from contextlib import nullcontext
 

@@ -124,18 +124,26 @@ def test_bad_input_row_stops_the_engine_a_step_later_and_padding_never_does(prof
 
 @pytest.mark.parametrize(
     ("changes", "found"),
-    [({}, [1, 8]), ({"eager": True}, []), ({"mode": 0}, []), ({"tp": 2}, []), ({"seqs": 300}, [1, 8, 256])],
+    [
+        ({}, [1, 8]),
+        ({"seqs": 300}, [1, 8, 256]),
+        ({"more": {"rl_sampling_graphs": True}}, [1, 8]),
+        ({"eager": True}, []),
+        ({"mode": 0}, []),
+        ({"tp": 2}, []),
+        ({"more": {"rl_sampling_graphs": False}}, []),
+    ],
 )
 def test_sizes_are_those_of_the_models_graphs(changes, found):
     from rl_vllm.sampling_graphs import sizes_for
 
-    given = {"eager": False, "mode": 2, "tp": 1, "seqs": 100, **changes}
+    given = {"eager": False, "mode": 2, "tp": 1, "seqs": 100, "more": {}, **changes}
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=given["mode"], cudagraph_capture_sizes=[512, 256, 8, 1]),
         model_config=SimpleNamespace(enforce_eager=given["eager"]),
         parallel_config=SimpleNamespace(tensor_parallel_size=given["tp"]),
-        scheduler_config=SimpleNamespace(max_num_seqs=given["seqs"]),
-    )
+        scheduler_config=SimpleNamespace(max_num_seqs=given["seqs"]), additional_config=given["more"],
+    )  # fmt: skip
     assert sizes_for(config) == found
 
 

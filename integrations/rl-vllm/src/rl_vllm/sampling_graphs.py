@@ -23,11 +23,18 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from rl_logprob import draw
 
+KEY = "rl_sampling_graphs"
+
 
 def sizes_for(vllm_config: Any) -> list[int]:
-    """Numbers of rows to capture, ascending; none where vLLM captures nothing, or where ranks gather the logits."""
+    """Numbers of rows to capture, ascending; none where vLLM captures nothing, or where ranks gather the logits.
+
+    ``additional_config={"rl_sampling_graphs": False}`` captures none either.
+    """
     compilation = vllm_config.compilation_config
     if vllm_config.model_config.enforce_eager or not compilation.cudagraph_mode:
+        return []
+    if not vllm_config.additional_config.get(KEY, True):
         return []
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         return []
