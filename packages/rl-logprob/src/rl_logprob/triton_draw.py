@@ -16,6 +16,7 @@ from rl_logprob.triton_tiles import STAT_TILE, log_f64, tile_sums
 
 _TILES = 8
 _BLOCK = _TILES * STAT_TILE
+_WARPS = 4
 # programs in flight: parts of a row fill the processors where rows are few
 _PROGRAMS = 1024
 
@@ -141,7 +142,7 @@ def draw(
     stride = logits.stride(0)
     draw_kernel[(parts, rows)](
         logits, seeds, positions, temperature, kinds, values, ids, m, s, vocab_size, per_program, stride, TILES=_TILES,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     most = triton.next_power_of_2(min(triton.cdiv(vocab_size, _BLOCK), _PROGRAMS))
     score_kernel[(rows,)](
