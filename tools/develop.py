@@ -1,7 +1,7 @@
 """Install packages of this checkout, editable, into the running interpreter.
 
-    python tools/develop.py rl-gemm rl-attn   # these, the packages of this checkout they need, and everything else they need
-    python tools/develop.py                   # every one, without dependencies, where those are there already
+    python tools/develop.py rl-gemm rl-attn   # these, and all that they need
+    python tools/develop.py                   # every one, without dependencies
 
 A package that is not named is not installed: each stands alone.
 """

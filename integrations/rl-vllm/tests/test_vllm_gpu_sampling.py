@@ -1,4 +1,4 @@
-"""The sampling graph on a GPU, without an engine: replays, padding and direct launches have the operators' bits."""
+"""The sampling graph on a GPU, without an engine: replays, padding, direct launches, bits of the operators."""
 
 from contextlib import nullcontext
 
