@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -486,3 +487,12 @@ def test_native_refuses_a_rope_rule_that_megatron_has_fixed(one_rank: None, tiny
     build_model(config, profile, ParallelConfig())
     with pytest.raises(ContractError, match="supported natively: llama3"):
         build_model(config, profile, ParallelConfig(), mode="native")
+
+
+def test_a_profile_edited_by_hand_is_refused(tiny: Any) -> None:
+    config = tiny.tiny_config()
+    whole = tiny.tiny_profile(config)
+    ModelConfig.from_hf(config).check(whole, ParallelConfig())
+    edited = replace(whole, contracts={k: c for k, c in whole.contracts.items() if k != "norm"})
+    with pytest.raises(ContractError, match="norm: present on one side only"):
+        ModelConfig.from_hf(config).check(edited, ParallelConfig())

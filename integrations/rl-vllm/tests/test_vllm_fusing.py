@@ -109,6 +109,15 @@ def test_joining_is_decided_in_the_configuration_and_can_be_switched_off(given, 
     assert config.additional_config == {"rl_strict": "f", "rl_fused": joined}
 
 
+@pytest.mark.parametrize("given", [{"rl_fused": "no"}, {"rl_fused": "False"}, {"rl_fused": 0}, {"rl_fused": None}, "x"])
+def test_bad_input_another_word_than_true_or_false_never_decides_about_joining(given):
+    from rl_contract import ContractError
+    from rl_vllm import fusing
+
+    with pytest.raises(ContractError, match=r"supported: (True or False|a mapping)"):
+        fusing.decide(SimpleNamespace(additional_config=given))
+
+
 def test_operator_that_is_not_there_leaves_the_layers_apart(monkeypatch):
     import rl_attn
     from rl_vllm import fusing

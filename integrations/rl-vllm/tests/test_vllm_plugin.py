@@ -175,6 +175,46 @@ def test_serve_flag_carries_the_profile(profile, tmp_path):
     assert carried(None) is None
 
 
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda p: p["settings"].update(key_tile=64), "attention"),
+        (lambda p: p["contracts"].clear(), "gemm.row: present on one side only"),
+        (lambda p: p["contracts"].pop("norm"), "norm: present on one side only"),
+        (lambda p: p["contracts"]["gemm.row"].update(merge="zzz"), "gemm.row.merge: 'zzz' !="),
+    ],
+)
+def test_bad_input_profile_whose_contracts_are_not_those_of_its_settings(profile, tmp_path, edit, named):
+    from rl_contract import Profile
+    from rl_vllm.config import read_profile
+
+    data = json.loads(json.dumps(profile.to_dict()))
+    assert read_profile(data).fingerprint == profile.fingerprint
+    edit(data)
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    for enter in (
+        lambda: read_profile(data),
+        lambda: read_profile(str(tmp_path / "p.json")),
+        lambda: rl_vllm.engine_args(Profile.from_dict(data)),
+        lambda: rl_vllm.serve_flags(Profile.from_dict(data), tmp_path / "out.json"),
+    ):
+        with pytest.raises(ContractError, match=named):
+            enter()
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_bad_input_arguments_of_another_type_are_named(profile, tmp_path):
+    with pytest.raises(ContractError, match="got str as a profile"):
+        rl_vllm.engine_args("p.json")
+    with pytest.raises(ContractError, match="tensor_parallel_size=True"):
+        rl_vllm.engine_args(profile, tensor_parallel_size=True)
+    with pytest.raises(ContractError, match="cannot be written"):
+        rl_vllm.serve_flags(profile, tmp_path / "nodir" / "p.json")
+    for size in (True, 0, "2"):
+        with pytest.raises(ContractError, match="tensor_parallel_size="), rl_vllm.cpu_environment(size):
+            pass
+
+
 def test_cpu_environment_is_put_back(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")

@@ -308,3 +308,25 @@ def test_what_is_no_launch_is_refused_and_leaves_the_counts():
             record_launch(Launch("norm", "k"), count)
     assert [row["count"] for row in launches()] == [1]
     reset_launches()
+
+
+def test_a_profile_that_its_settings_do_not_make_is_refused_by_boundary(monkeypatch):
+    from types import SimpleNamespace
+
+    from rl_contract import build_profile, check_built
+
+    made = SimpleNamespace(
+        name="gemm.row", load=lambda: lambda settings: contract(partition=f"{settings.leaves} leaves")
+    )
+    monkeypatch.setattr("rl_contract.profile.entry_points", lambda group: [made])
+    whole = build_profile("p", SETTINGS)
+    check_built(whole)
+    for contracts, named in (
+        ({}, "gemm.row: present on one side only"),
+        ({"gemm.row": contract(partition="2 leaves")}, "gemm.row.partition: '2 leaves' != '1 leaves'"),
+        ({**whole.contracts, "odd": contract(boundary="odd")}, "odd: present on one side only"),
+    ):
+        with pytest.raises(ContractError, match=named):
+            check_built(Profile(name="p", settings=SETTINGS, contracts=contracts))
+    with pytest.raises(ContractError, match="got str as a profile"):
+        check_built("p.json")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_attn.rope import inverse_frequencies
-from rl_contract import ContractError, Profile
+from rl_contract import ContractError, Profile, check_built
 from vime_sync import rope as rope_rules
 from vime_sync import shape
 
@@ -93,6 +93,7 @@ class ModelConfig:
 
     def check(self, profile: Profile, parallel: ParallelConfig) -> None:
         """Raise one ContractError for a profile of another model and every cut that model or profile don't allow."""
+        check_built(profile)
         problems = self._profile_problems(profile) + self._parallel_problems(profile, parallel)
         if problems:
             raise ContractError("rl-megatron: " + "; ".join(problems))

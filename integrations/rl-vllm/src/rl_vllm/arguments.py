@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_contract import ContractError, Profile
+from rl_contract import ContractError, Profile, check_built
 from rl_vllm import platform
 
 MODES = ("strict", "audit", "off")
@@ -24,13 +24,16 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
         overrides: any argument of ``vllm.LLM``, e.g. ``model``, ``tensor_parallel_size``, ``max_model_len``.
 
     Raises:
-        ContractError: an unknown mode, or an override that contradicts strict mode.
+        ContractError: an unknown mode, a profile that is none or not what its settings make (``check_built``), a
+            tensor_parallel_size that is no positive integer, or an override that contradicts strict mode.
         MissingSupport: vLLM is not installed, lacks a hook or runs on an unknown platform.
     """
     if mode not in MODES:
         raise ContractError(f"mode={mode!r} is not supported; supported: {MODES}")
     if mode == "off":
         return dict(overrides)
+    _positive("tensor_parallel_size", overrides.get("tensor_parallel_size", 1))
+    check_built(profile)
     if _plugin_excluded():
         raise ContractError(
             f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} keeps vLLM from loading rl_vllm; add it there or unset it"
@@ -64,8 +67,16 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
 
 
 def serve_flags(profile: Profile, path: str | Path) -> list[str]:
-    """Write the profile to ``path`` and return the flags that make ``vllm serve`` strict."""
-    Path(path).write_text(json.dumps(profile.to_dict(), indent=1, sort_keys=True))
+    """Write the profile to ``path`` and return the flags that make ``vllm serve`` strict.
+
+    Raises:
+        ContractError: it is no profile, or not what its settings make, or the path cannot be written.
+    """
+    check_built(profile)
+    try:
+        Path(path).write_text(json.dumps(profile.to_dict(), indent=1, sort_keys=True))
+    except OSError as error:
+        raise ContractError(f"{path} cannot be written ({error}); give a file in a directory that exists") from error
     return ["--hf-overrides", json.dumps({"quantization_config": {"quant_method": "rl_strict", "profile": str(path)}})]
 
 
@@ -121,6 +132,13 @@ def settle(arguments: Any) -> list[str]:
     arguments.hf_overrides = {**arguments.hf_overrides, **carrier(profile)}
     if arguments.dtype == "auto":
         arguments.dtype = profile.settings.dtype
+    from rl_vllm.fusing import asked
+
+    try:
+        asked(arguments.additional_config)
+    except ContractError as error:
+        problems.append(str(error))
+        arguments.additional_config = {}
     # vLLM names its compiled graphs by its configuration, in which the profile takes no part by itself
     arguments.additional_config = {**(arguments.additional_config or {}), "rl_strict": profile.fingerprint}
     return problems
@@ -161,6 +179,12 @@ def pass_label(name: str) -> str:
     return "sequence parallel" if name == "enable_sp" else f"the fusion pass {name}"
 
 
+def _positive(name: str, value: Any) -> None:
+    # True is an int to isinstance
+    if type(value) is not int or value < 1:
+        raise ContractError(f"{name}={value!r}, supported: a positive integer")
+
+
 def _plugin_excluded() -> bool:
     allowed = os.environ.get("VLLM_PLUGINS")
     return allowed is not None and "rl_vllm" not in allowed.split(",")
@@ -176,8 +200,10 @@ def cpu_environment(tensor_parallel_size: int = 1, *, kv_cache_gib: int = 1) -> 
     ``VLLM_BATCH_INVARIANT`` is refused: on a CPU it replaces aten by GPU kernels.
 
     Raises:
-        ContractError: VLLM_BATCH_INVARIANT is on.
+        ContractError: VLLM_BATCH_INVARIANT is on, or a size is no positive integer.
     """
+    _positive("tensor_parallel_size", tensor_parallel_size)
+    _positive("kv_cache_gib", kv_cache_gib)
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         raise ContractError(
             "VLLM_BATCH_INVARIANT=1 does not work in vLLM's CPU build; unset it, strict mode replaces it"

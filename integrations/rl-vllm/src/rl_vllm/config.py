@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from rl_contract import ContractError, MissingSupport, Profile
+from rl_contract import ContractError, MissingSupport, Profile, check_built
 
 METHOD = "rl_strict"
 
@@ -23,8 +23,20 @@ def read_profile(value: Any) -> Profile:
     """A profile from a mapping, or from a JSON file.
 
     Raises:
-        ContractError: neither, or a mapping that is no profile.
+        ContractError: neither, a mapping that is no profile, or one whose contracts are not those of its settings.
     """
+    profile = _parsed(value)
+    if profile.fingerprint not in _PROVEN:
+        check_built(profile)
+        _PROVEN.add(profile.fingerprint)
+    return profile
+
+
+# an engine reads its profile several times
+_PROVEN: set[str] = set()
+
+
+def _parsed(value: Any) -> Profile:
     if isinstance(value, Profile):
         return value
     try:

@@ -8,23 +8,38 @@ instead of seven. Every attention of the model is joined, or none.
 vLLM names its compiled graphs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import rl_attn
-from rl_contract import MissingSupport
+from rl_contract import ContractError, MissingSupport
 
 KEY = "rl_fused"
 
 
 def decide(vllm_config: Any) -> bool:
-    """Write into the configuration whether layers are joined: where nobody forbids it and all that takes is there."""
+    """Write into the configuration whether layers are joined: where nobody forbids it and all that takes is there.
+
+    Raises:
+        ContractError: another value than True or False under ``rl_fused``.
+    """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     there = hasattr(rl_attn, "norm_rotary_write") and "positions" in CommonAttentionMetadata.__dataclass_fields__
-    wanted = bool(vllm_config.additional_config.get(KEY, True)) and there
+    wanted = asked(vllm_config.additional_config) and there
     vllm_config.additional_config[KEY] = wanted
     return wanted
+
+
+def asked(additional_config: Any) -> bool:
+    """What the user wants, True where nothing is said; raises as ``decide`` does."""
+    if additional_config is not None and not isinstance(additional_config, Mapping):
+        raise ContractError(f"additional_config={additional_config!r}, supported: a mapping")
+    given = (additional_config or {}).get(KEY, True)
+    if not isinstance(given, bool):
+        raise ContractError(f"additional_config has {KEY}={given!r}, supported: True or False")
+    return given
 
 
 def decided(vllm_config: Any) -> bool:

@@ -5,7 +5,7 @@ from rl_contract.compare import Mismatch, Verdict, compare
 from rl_contract.contract import Contract
 from rl_contract.errors import ContractError, MissingSupport
 from rl_contract.evidence import Launch, launches, record_launch, reset_launches
-from rl_contract.profile import Profile, Settings, build_profile
+from rl_contract.profile import Profile, Settings, build_profile, check_built
 from rl_contract.tokens import TokenShards
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "TokenShards",
     "Verdict",
     "build_profile",
+    "check_built",
     "compare",
     "launches",
     "record_launch",

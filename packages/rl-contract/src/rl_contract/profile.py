@@ -223,3 +223,21 @@ def build_profile(name: str, settings: Settings) -> Profile:
     if refusals:
         raise ContractError(f"profile {name!r} cannot be built: " + "; ".join(refusals))
     return Profile(name=name, settings=settings, contracts=contracts)
+
+
+def check_built(profile: Profile) -> None:
+    """Prove that a profile which somebody else wrote is the one that its settings make here.
+
+    Raises:
+        ContractError: it is no profile, or a boundary lacks its contract or holds another; each is named.
+    """
+    if not isinstance(profile, Profile):
+        raise ContractError(
+            f"got {type(profile).__name__} as a profile; give build_profile(...) or Profile.from_dict(...)"
+        )
+    if problems := profile.differences(build_profile(profile.name, profile.settings)):
+        raise ContractError(
+            f"profile {profile.name!r} is not what the installed packages build from its settings, given != built: "
+            + "; ".join(problems)
+            + "; build it with build_profile, or install the packages that it was built with"
+        )
