@@ -1,5 +1,6 @@
 """What the contract does not cover is refused at once, by name, with nothing half-written."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,10 @@ def test_the_plain_calls_pass():
         ({"scale": 3e38}, r"scale=3e\+38"),
         ({"scale": 1e-300}, "scale=1e-300"),
         ({"cu_seqlens_q": torch.tensor([0, 4, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6])}, "position -1"),
+        ({"cu_seqlens_q": None}, "cu_seqlens_q as NoneType"),
+        ({"cu_seqlens_k": [0, 6]}, "cu_seqlens_k as list"),
+        ({"positions": list(range(6))}, "positions as list"),
+        ({"k": np.zeros((6, 2, 16))}, "ndarray"),
     ],
     ids=str,
 )
@@ -109,6 +114,21 @@ def test_packed_refuses(change, message):
         ({"sliding_window": 16}, "sliding_window"),
         ({"causal": False}, "causal"),
         ({"max_query_len": -1}, "max_query_len=-1"),
+        ({"max_query_len": True}, "max_query_len=True"),
+        ({"max_query_len": 1.5}, r"max_query_len=1\.5"),
+        ({"max_query_len": float("nan")}, "max_query_len=nan"),
+        ({"max_query_len": 2**63}, "max_query_len=9223372036854775808"),
+        ({"max_query_len": "3"}, "max_query_len='3'"),
+        ({"max_query_len": [1]}, r"max_query_len=\[1\]"),
+        ({"out": torch.zeros(200).as_strided((3, 4, 16), (16, 16, 1))}, "share memory"),
+        ({"out": torch.zeros(3, 1, 16).expand(3, 4, 16)}, "share memory"),
+        ({"out": torch.zeros(200).as_strided((3, 4, 16), (64, 15, 1))}, "share memory"),
+        ({"out": "x"}, "out as str 'x'"),
+        ({"q": np.zeros((3, 4, 16))}, "ndarray"),
+        ({"query_start_loc": [0, 1, 3]}, r"query_start_loc as list '\[0, 1, 3\]'"),
+        ({"seq_lens": None}, "seq_lens as NoneType"),
+        ({"block_table": None}, "NoneType"),
+        ({"cache": torch.zeros(4, 2, 16, 32)}, "cache as Tensor"),
         ({"out": torch.zeros(3, 4, 8)}, r"out \(3, 4, 8\)"),
         ({"out": torch.zeros(3, 4, 16).bfloat16()}, r"out .* torch\.bfloat16"),
         ({"out": torch.zeros(3, 16, 4).transpose(1, 2)}, "last stride of 1"),
@@ -131,6 +151,58 @@ def test_paged_writes_where_it_is_told_to():
     untouched = torch.ones_like(room, dtype=torch.bool)
     untouched[1:4, :, 8:24] = False
     assert bool(room[untouched].isnan().all())
+
+
+def test_an_output_lies_apart_from_what_is_read():
+    keys = torch.zeros(4, 2, 16, 32)
+    cache = rl_attn.PagedKV.from_vllm_cpu(keys, num_kv_heads=2, head_dim=16)
+    for out in (keys.view(-1)[:192].view(3, 4, 16), keys[3, 1, 1:].reshape(-1)[-192:].view(3, 4, 16)):
+        with pytest.raises(ContractError, match=r"out .* in the memory of the cache"):
+            paged_call(cache=cache, out=out)
+    both = torch.zeros(6, 4, 16)
+    with pytest.raises(ContractError, match="out in the memory of q"):
+        paged_call(q=both[:3], out=both[2:5])
+    want = paged_call(q=torch.ones(3, 4, 16))
+    # of one storage, yet apart
+    both[:3] = 1.0
+    assert torch.equal(paged_call(q=both[:3], out=both[3:]), want)
+    # heads first is a place of its own for every element
+    assert torch.equal(paged_call(q=both[:3], out=torch.zeros(4, 3, 16).transpose(0, 1)), want)
+
+
+def test_a_cache_whose_elements_share_memory_is_refused():
+    full, one = torch.zeros(10, 2, 16, 8), torch.zeros(1, 2, 16, 8)
+    rows = torch.zeros(10, 2, 16, 24)
+    for k, v in (
+        (one.expand(10, 2, 16, 8), full),
+        (full, one.expand(10, 2, 16, 8)),
+        (full, full),
+        (rows[..., :8], rows[..., 4:12]),
+        (full[:5], full.as_strided((5, 2, 16, 8), (256, 8, 16, 1))),
+    ):
+        with pytest.raises(ContractError, match="share memory"):
+            rl_attn.PagedKV(k, v)
+    for k, v in (
+        (full[:5], full[5:]),
+        (rows[..., :8], rows[..., 8:16]),
+        (rows[..., 16:], rows[..., :8]),
+        (full[:, :1], full[:, 1:]),
+        (full[::2], full[1::2]),
+        (full[:0], full[:0]),
+    ):
+        rl_attn.PagedKV(k, v)
+
+
+def test_write_refuses_views_of_the_cache_and_writes_nothing():
+    keys = torch.arange(4.0 * 2 * 16 * 32).reshape(4, 2, 16, 32)
+    cache, before = rl_attn.PagedKV.from_vllm_cpu(keys, num_kv_heads=2, head_dim=16), keys.clone()
+    held, apart = cache.k[1].transpose(0, 1)[:3], torch.zeros(3, 2, 16)
+    for k, v, name in ((held, apart, "k"), (apart, held, "v")):
+        with pytest.raises(ContractError, match=f"got {name} .* in the memory of the cache"):
+            rl_attn.write_paged(cache, k, v, torch.arange(3))
+    assert torch.equal(keys, before)
+    rl_attn.write_paged(cache, held.clone(), apart, torch.arange(3))
+    assert torch.equal(cache.k[0, :, :3], before[1, :, :3, :16])
 
 
 def test_empty_sequences_and_empty_batches_are_fine():
@@ -256,6 +328,26 @@ def test_cache_views_that_differ_or_lack_unit_stride_are_refused():
         rl_attn.PagedKV(torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 8, 16))
     with pytest.raises(ContractError, match="stride 1"):
         rl_attn.PagedKV(*(torch.zeros(4, 2, 8, 16).transpose(2, 3) for _ in range(2)))
+
+
+def test_what_is_no_tensor_or_table_is_named():
+    x, slots = torch.zeros(3, 2, 16), torch.arange(3)
+    cache = rl_attn.PagedKV(torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16, 16))
+    table = rl_attn.rope_table(8, 16, 1e4)
+    for call, message in (
+        (lambda: rl_attn.rotary(x, x, slots, None), "table as NoneType"),
+        (lambda: rl_attn.rotary(x.numpy(), x, slots, table), "ndarray"),
+        (lambda: rl_attn.norm_rotary_write(x, x, x, slots, None, cache, slots), "table as NoneType"),
+        (lambda: rl_attn.norm_rotary_write(x, x, x, slots, table, None, slots), "cache as NoneType"),
+        (lambda: rl_attn.write_paged(None, x, x, slots), "cache as NoneType"),
+        (lambda: rl_attn.write_paged(cache, x, x, [0, 1, 2]), "list"),
+        (lambda: rl_attn.PagedKV(np.zeros((4, 2, 16, 16)), x), "ndarray"),
+        (lambda: rl_attn.RopeTable(x.numpy(), x), "ndarray"),
+        (lambda: rl_attn.cp_rows([0, 8], 0, 2), "cu_seqlens as list"),
+        (lambda: rl_attn.cp_split(x.numpy(), torch.tensor([0, 3]), 0, 1), "ndarray"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            call()
 
 
 def test_another_device_is_missing_support():

@@ -53,6 +53,11 @@ def test_norm_against_fp64(dtype):
         ({"q_weight": torch.ones(32).bfloat16()}, "all three"),
         ({"q_weight": torch.ones(16).bfloat16(), "k_weight": torch.ones(32).bfloat16(), "eps": 1e-6}, "q_weight"),
         ({"q_weight": torch.ones(32).bfloat16(), "k_weight": torch.ones(32).bfloat16(), "eps": 0.0}, "eps=0.0"),
+        *(
+            ({"q_weight": torch.ones(32).bfloat16(), "k_weight": torch.ones(32).bfloat16(), "eps": eps}, "eps=")
+            for eps in (1e-60, 1e39, 1e300, float("nan"), "a", True)
+        ),
+        ({"q_weight": [1.0], "k_weight": torch.ones(32).bfloat16(), "eps": 1e-6}, "q_weight as list"),
         ({"v": torch.zeros(7, 2, 16).bfloat16()}, "supported for this cache"),
         ({"q": torch.zeros(7, 3, 32).bfloat16()}, "multiple of Hkv"),
         ({"table": rl_attn.rope_table(50, 64, 1e4)}, "rotary_dim=64"),
@@ -67,6 +72,16 @@ def test_bad_input_is_named_and_nothing_is_written(change, message):
             call.pop("q"), call.pop("k"), call.pop("v"), call.pop("positions"), call.pop("table"), call.pop("cache"),
             call.pop("slots"), **call,
         )  # fmt: skip
+    assert torch.equal(before, _bits(cache))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_lies_in_the_cache_is_refused_and_nothing_is_written(name):
+    q, k, v, positions, table, cache, slots = _case(heads=2)
+    given = {"q": q, "k": k, "v": v} | {name: cache.v[1].transpose(0, 1)[:7]}
+    before = _bits(cache).clone()
+    with pytest.raises(ContractError, match=f"got {name} .* in the memory of the cache"):
+        rl_attn.norm_rotary_write(*given.values(), positions, table, cache, slots)
     assert torch.equal(before, _bits(cache))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rl_attn import gpu, metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
+from rl_attn import gpu, memory, metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
 from rl_attn.checks import (
     check_call,
     refuse_variants,
@@ -14,6 +14,8 @@ from rl_attn.checks import (
     require_family,
     require_heads,
     require_indices,
+    require_kind,
+    require_tensor,
     require_tiles,
     whole_number,
 )
@@ -51,6 +53,7 @@ def rotary(
         ContractError: shapes, dtypes, or a position outside the table.
         MissingSupport: a device without kernels.
     """
+    require_kind("rotary", "table", table, RopeTable, "build it with rope_table")
     require_device("rotary", q, k, positions)
     require_dtype("rotary", q=q, k=k)
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
@@ -147,7 +150,8 @@ def attention_paged(
         block_table: int ``[requests, pages]``; entries behind a request's length are never read.
         max_query_len: a bound on the queries of a request, for speed alone: rows of a request with more of them may be
             left unwritten.
-        out: like q, with a last stride of 1: the result is written there, and is what comes back.
+        out: like q, with a last stride of 1 and memory apart from q and the cache: the result is written there, and is
+            what comes back.
         scale, key_tile, segment, family, return_lse, variants: as in ``attention_packed``.
 
     On a GPU the values of ``block_table`` and ``seq_lens`` are not looked at, so that nothing stops the stream: rows
@@ -163,6 +167,7 @@ def attention_paged(
     where = "attention_paged"
     refuse_variants(where, variants)
     require_family(where, family)
+    require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
     require_device(where, q, cache.k, block_table)
     require_dtype(where, q=q, cache=cache.k)
     if q.dim() != 3 or q.shape[2] != cache.head_dim:
@@ -179,10 +184,13 @@ def attention_paged(
             f"{where} got seq_lens {tuple(seq_lens.shape)}, query_start_loc {tuple(query_start_loc.shape)}, "
             f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
         )
-    if max_query_len is not None and max_query_len < 0:
-        raise ContractError(f"{where} got max_query_len={max_query_len}; supported: None, 0 or more queries a request")
+    if max_query_len is not None and not (whole_number(max_query_len) and 0 <= max_query_len < 2**31):
+        raise ContractError(
+            f"{where} got max_query_len={max_query_len!r}; supported: None, or an integer from 0 to 2**31 - 1, the "
+            "most queries of a request"
+        )
     if out is not None:
-        _require_out(where, q, out)
+        _require_out(where, q, cache, out)
     if family == "nosplit":
         found, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale), max_query_len)
         found = found if out is None else out.copy_(found)
@@ -197,13 +205,22 @@ def attention_paged(
     return (out, lse) if return_lse else out
 
 
-def _require_out(where: str, q: torch.Tensor, out: torch.Tensor) -> None:
+def _require_out(where: str, q: torch.Tensor, cache: PagedKV, out: torch.Tensor) -> None:
+    require_tensor(where, "out", out)
     given = (tuple(out.shape), out.dtype, out.device)
     if given != (tuple(q.shape), q.dtype, q.device) or (out.numel() and out.stride(-1) != 1):
         raise ContractError(
             f"{where} got out {given[0]} {out.dtype} on {out.device} with strides {out.stride()}; supported: as q, "
             f"{tuple(q.shape)} {q.dtype} on {q.device}, with a last stride of 1"
         )
+    if not out.is_contiguous() and not memory.distinct(zip(out.shape, out.stride(), strict=True)):
+        raise ContractError(
+            f"{where} got out {given[0]} with strides {out.stride()}, in which rows share memory; supported: a place "
+            "of its own for every element, make it with torch.empty"
+        )
+    cache.refuse_overlap(where, out=out)
+    if memory.known() and memory.overlap(out, q):
+        raise ContractError(f"{where} got out in the memory of q, which is read meanwhile; pass a buffer of its own")
     if out.requires_grad and torch.is_grad_enabled():
         raise ContractError(f"{where} has no gradient, and out requires one; detach it")
 
@@ -212,13 +229,14 @@ def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: 
     """Store keys and values at their slots, in place.
 
     Args:
-        k, v: ``[T, Hkv, D]`` of the cache's dtype.
+        k, v: ``[T, Hkv, D]`` of the cache's dtype, in memory apart from it.
         slot_mapping: int ``[T]``, ``block * block_size + offset``; a negative slot is padding and is skipped.
 
     Raises:
         ContractError: shapes, dtypes, or a slot beyond the cache; nothing is written then.
     """
     where = "write_paged"
+    require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
     require_device(where, cache.k, k, v, slot_mapping)
     require_dtype(where, k=k, v=v, cache=cache.k)
     require_indices(where, slot_mapping=slot_mapping)
@@ -228,4 +246,5 @@ def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: 
             f"{where} got k {tuple(k.shape)}, v {tuple(v.shape)}, slot_mapping {tuple(slot_mapping.shape)}; supported: "
             f"{expected} and [{expected[0]}]"
         )
+    cache.refuse_overlap(where, k=k, v=v)
     ops.write(cache.k, cache.v, k.detach(), v.detach(), slot_mapping)

@@ -16,6 +16,9 @@ DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch
 
 def require_device(where: str, *tensors: torch.Tensor) -> None:
     """All on one device, and that device has kernels."""
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            raise ContractError(f"{where} got {type(x).__name__} {str(x)[:40]!r} in place of a tensor; pass a tensor")
     devices = {x.device for x in tensors}
     if len(devices) != 1:
         raise ContractError(f"{where} got tensors on {sorted(map(str, devices))}; all must be on one device")
@@ -23,6 +26,18 @@ def require_device(where: str, *tensors: torch.Tensor) -> None:
     if device not in DTYPES:
         raise MissingSupport(
             f"{where} got tensors on {device!r}; kernels exist for {list(DTYPES)}, move the tensors there"
+        )
+
+
+def require_tensor(where: str, name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ContractError(f"{where} got {name} as {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one")
+
+
+def require_kind(where: str, name: str, x: Any, kind: type, remedy: str) -> None:
+    if not isinstance(x, kind):
+        raise ContractError(
+            f"{where} got {name} as {type(x).__name__} {str(x)[:40]!r}; supported: a {kind.__name__}, {remedy}"
         )
 
 
@@ -48,6 +63,7 @@ def whole_number(value: Any) -> bool:
 def require_indices(where: str, **tensors: torch.Tensor) -> None:
     """int32 or int64 each; no value is looked at, so nothing waits for a GPU."""
     for name, x in tensors.items():
+        require_tensor(where, name, x)
         if x.dtype not in INDEX_DTYPES:
             raise ContractError(f"{where} got {name} of {x.dtype}; supported: {INDEX_DTYPES}, make them as integers")
 
@@ -98,6 +114,7 @@ def refuse_variants(where: str, options: dict[str, Any]) -> None:
 
 def require_cu_seqlens(where: str, name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     """Starts at 0, never falls, ends at the number of tokens."""
+    require_tensor(where, name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in INDEX_DTYPES:
         raise ContractError(
             f"{where} got {name} {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; supported: int32 or int64 "

@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rl_attn.attention import attention_packed
-from rl_attn.checks import check_call, require_cu_seqlens, require_family, require_indices, whole_number
+from rl_attn.checks import check_call, require_cu_seqlens, require_family, require_indices, require_tensor, whole_number
 from rl_attn.ops import packed
 from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
 from rl_contract import Communicator, ContractError
@@ -99,6 +99,7 @@ def cp_merge(parts: list[torch.Tensor], cu_seqlens: torch.Tensor, layout: str = 
 
 
 def _require_rows(where: str, x: torch.Tensor, tokens: int) -> None:
+    require_tensor(where, "x", x)
     if x.shape[0] != tokens:
         raise ContractError(f"{where} got {x.shape[0]} rows; cu_seqlens describes {tokens}")
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from rl_attn import cpu_rotary, gpu, gpu_rotary, ops
-from rl_attn.checks import require_device, require_dtype, require_heads, require_indices
+from rl_attn.checks import (
+    require_device,
+    require_dtype,
+    require_heads,
+    require_indices,
+    require_kind,
+    require_tensor,
+)
 from rl_attn.paged import PagedKV
 from rl_attn.rope import RopeTable
 from rl_contract import ContractError, Launch, record_launch
@@ -67,7 +74,8 @@ def norm_rotary_write(
     Equal in every bit to ``rl_norm.rms_norm`` of q and of k (where weights are given), ``rotary``, ``write_paged``.
 
     Args:
-        q: ``[T, Hq, D]``. k, v: ``[T, Hkv, D]`` of one dtype, the cache's; any strides whose last one is 1.
+        q: ``[T, Hq, D]``. k, v: ``[T, Hkv, D]`` of one dtype, the cache's, in memory apart from it; any strides whose
+            last one is 1.
         positions: int ``[T]``, absolute. table: from ``rope_table``.
         cache: written in place. slot_mapping: int ``[T]``; a negative slot is padding, its key and value are skipped.
         q_weight, k_weight: ``[D]`` of the same dtype, both or none. eps: of the norm, with weights alone.
@@ -82,6 +90,8 @@ def norm_rotary_write(
         MissingSupport: a device without kernels.
     """
     where = "norm_rotary_write"
+    require_kind(where, "table", table, RopeTable, "build it with rope_table")
+    require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
     require_device(where, q, k, v, positions, cache.k, slot_mapping)
     require_dtype(where, q=q, k=k, v=v, cache=cache.k)
     require_indices(where, positions=positions, slot_mapping=slot_mapping)
@@ -105,6 +115,7 @@ def norm_rotary_write(
     _check_norm(where, q, q_weight, k_weight, eps)
     if not q.is_cuda and tokens:
         _check_values(where, positions, table.max_positions, slot_mapping, cache.num_blocks * cache.block_size)
+    cache.refuse_overlap(where, q=q, k=k, v=v)
     cos, sin = table.on(q.device)
     weights = (None, None) if q_weight is None or k_weight is None else (q_weight.detach(), k_weight.detach())
     return (_launch if gpu.direct(q) else norm_rotary_write_op)(
@@ -123,13 +134,15 @@ def _check_norm(where: str, q: Tensor, q_weight: Tensor | None, k_weight: Tensor
     if q_weight is None or k_weight is None or eps is None:
         return
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        require_tensor(where, name, weight)
         if weight.shape != q.shape[2:] or weight.dtype != q.dtype or weight.device != q.device:
             raise ContractError(
                 f"{where} got {name} {tuple(weight.shape)} {weight.dtype} on {weight.device}; supported: "
                 f"[{q.shape[2]}] {q.dtype} on {q.device}"
             )
-    if isinstance(eps, bool) or not 0.0 < float(eps) < float("inf"):
-        raise ContractError(f"{where} got eps={eps!r}; supported: a positive finite number, the module's own")
+    real = isinstance(eps, (int, float, np.floating)) and not isinstance(eps, bool)
+    if not real or not 2.0**-126 <= eps < 2.0**128:
+        raise ContractError(f"{where} got eps={eps!r}; supported: a positive normal fp32, the module's own")
 
 
 def _check_values(where: str, positions: Tensor, longest: int, slots: Tensor, room: int) -> None:

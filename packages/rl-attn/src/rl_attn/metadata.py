@@ -7,7 +7,7 @@ looked at there and stop nothing.
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rl_attn.checks import require_cu_seqlens
+from rl_attn.checks import require_cu_seqlens, require_tensor
 from rl_contract import ContractError
 from rl_contract.devices import to_device
 
@@ -20,6 +20,8 @@ def checked_positions(
     where: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, positions: torch.Tensor | None
 ) -> torch.Tensor:
     """int64 [Tq], each in [0, keys of its sequence)."""
+    if positions is not None:
+        require_tensor(where, "positions", positions)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ContractError(
             f"{where} got {cu_seqlens_q.numel() - 1} sequences of queries and {cu_seqlens_k.numel() - 1} of keys; "
@@ -59,6 +61,9 @@ def on_device(
         ContractError: as on the CPU, and positions that fall inside a sequence.
     """
     given = (cu_seqlens_q, cu_seqlens_k, positions)
+    for name, x in zip(("cu_seqlens_q", "cu_seqlens_k", "positions"), given, strict=True):
+        if x is not None or name != "positions":
+            require_tensor(where, name, x)
     key = (q.device, q.shape[0], k.shape[0], *((id(x), x._version) for x in given if x is not None))
     known = _seen.get(cu_seqlens_q)
     if known is not None and known[0] == key:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_attn import memory
 from rl_attn.checks import require_indices
 from rl_contract import ContractError
 
@@ -15,7 +16,8 @@ class PagedKV:
     """Keys and values, each a view ``[num_blocks, Hkv, block_size, D]`` with unit stride along D; any other strides.
 
     Raises:
-        ContractError: shapes, dtypes or devices of the two differ, or D is not contiguous.
+        ContractError: shapes, dtypes or devices of the two differ, D is not contiguous, or two elements of them
+            share a place.
     """
 
     k: torch.Tensor
@@ -23,6 +25,8 @@ class PagedKV:
 
     def __post_init__(self) -> None:
         k, v = self.k, self.v
+        if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+            raise ContractError(f"PagedKV got {type(k).__name__} and {type(v).__name__}; supported: two tensors")
         if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
             raise ContractError(
                 f"PagedKV got k {tuple(k.shape)} {k.dtype} {k.device} and v {tuple(v.shape)} {v.dtype} {v.device}; "
@@ -32,6 +36,25 @@ class PagedKV:
             raise ContractError(
                 f"PagedKV got strides {k.stride()} and {v.stride()}; head_dim must have stride 1, permute the view"
             )
+        if not memory.known() or k.is_meta:
+            return
+        own = all(memory.distinct(zip(x.shape, x.stride(), strict=True)) for x in (k, v))
+        if not own or not memory.interleaved(k, v):
+            raise ContractError(
+                f"PagedKV got k {tuple(k.shape)} with strides {k.stride()} and v with {v.stride()}, in which elements "
+                "share memory; supported: a place of its own for every element of both, make the cache with torch.empty"
+            )
+
+    def refuse_overlap(self, where: str, **tensors: torch.Tensor) -> None:
+        """Raises ContractError naming the first of ``tensors`` that lies in the memory of the cache."""
+        if not memory.known():
+            return
+        for name, x in tensors.items():
+            if memory.overlap(x, self.k) or memory.overlap(x, self.v):
+                raise ContractError(
+                    f"{where} got {name} {tuple(x.shape)} in the memory of the cache; supported: memory apart from it, "
+                    f"pass {name}.clone(), or a buffer of its own where it is an output"
+                )
 
     @property
     def num_blocks(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rl_attn import cpu_rotary
-from rl_attn.checks import whole_number
+from rl_attn.checks import require_tensor, whole_number
 from rl_attn.contract import SCALING_TYPES
 from rl_contract import ContractError
 
@@ -25,6 +25,7 @@ class RopeTable:
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         for name, x in (("cos", cos), ("sin", sin)):
+            require_tensor("RopeTable", name, x)
             if x.dtype != torch.float32 or x.dim() != 2 or x.shape != cos.shape:
                 raise ContractError(
                     f"RopeTable {name} is {tuple(x.shape)} {x.dtype}; supported: two equal [positions, rotary_dim/2] "
