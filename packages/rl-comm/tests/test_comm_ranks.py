@@ -286,7 +286,8 @@ def check_choice(rank, world):
         with pytest.raises(ContractError, match=f"different arguments: rank 0 transport='auto'.*rank {world - 1} "):
             TreeCommunicator(**given if last else usual)
     bad = ({"transport": "mpi"}, {"transport": ["gloo"]}, {"transport": "nccl"}, {"identity": None},
-           {"two_shot_bytes": "1"}, {"two_shot_bytes": -1}, {"timeout_s": float("nan")})  # fmt: skip
+           {"two_shot_bytes": "1"}, {"two_shot_bytes": -1}, {"timeout_s": float("nan")},
+           {"two_shot_bytes": True}, {"timeout_s": True}, {"host_group": 3})  # fmt: skip
     for given in bad:
         message = re.escape(next(iter(given))) + "=" if last else f"refused on rank {world - 1}, whose error says why"
         with pytest.raises((ContractError, MissingSupport), match=message):

@@ -124,6 +124,9 @@ def test_request_seed_keeps_its_values_and_tells_numbers_from_texts():
     assert lp.request_seed(1, "a") == -4950207571795532665
     names = [1, "1", '"1', '""1', -1, "-1", 10, "10", "01", "a", '"a', "", '"']
     assert len({lp.request_seed(1, name) for name in names}) == len(names)
+    # no integer is too large for a seed of its own
+    assert len({lp.request_seed(run, 1) for run in (0, 2**64, 2**70, -(2**70))}) == 4
+    assert len({lp.request_seed(1, request) for request in (0, 2**64, 2**70, -(2**70))}) == 4
     for run, request in ((None, 1), (1.0, 1), ("1", 1), (True, 1), (1, None), (1, 1.0), (1, True), (1, b"1")):
         with pytest.raises(ContractError, match="request_seed got r"):
             lp.request_seed(run, request)
@@ -139,6 +142,10 @@ def test_refusals():
         (lambda: lp.greedy_sample(dead, vocab_size=8), "logits of row 0 hold"),
         (lambda: lp.gumbel_sample(logits, seeds.int(), seeds, vocab_size=8), "seeds are torch"),
         (lambda: lp.gumbel_sample(logits, seeds, seeds[:2], vocab_size=8), "positions are torch"),
+        (lambda: lp.gumbel_sample(logits, [0, 0, 0], seeds, vocab_size=8), "seeds is list"),
+        (lambda: lp.gumbel_sample(logits, seeds, None, vocab_size=8), "positions is NoneType"),
+        (lambda: lp.greedy_sample([[0.0]], vocab_size=1), "logits is list"),
+        (lambda: lp.gumbel_sample(logits, seeds, seeds, vocab_size=8, temperature=1e300), r"temperature=1e\+300"),
         (lambda: lp.gumbel_sample(logits, seeds, seeds, vocab_size=9), "at least vocab_size=9"),
         (lambda: lp.gumbel_sample(logits, seeds, seeds, vocab_size=8, temperature=0), "temperature 0"),
     ]

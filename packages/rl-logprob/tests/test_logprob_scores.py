@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_logprob as lp
-from rl_contract import ContractError, Settings, launches, reset_launches
+from rl_contract import ContractError, MissingSupport, Settings, launches, reset_launches
 from rl_logprob import ops, reference
 from rl_logprob.contract import logprob
 
@@ -262,6 +262,17 @@ def test_refusals_name_row_and_value():
         (lambda: call(temperature=float("nan")), "temperature nan"),
         (lambda: call(temperature=torch.tensor([1.0, 1, 1, 1e-50, 1, 1])), "in row 3"),
         (lambda: call(temperature=torch.ones(5)), r"float32 \[6\]"),
+        (lambda: call(temperature=1e300), r"temperature=1e\+300; needs a number that fp32 holds"),
+        (lambda: call(temperature=-1e300), r"temperature=-1e\+300"),
+        (lambda: call(temperature=10**400), "temperature=1000"),
+        (lambda: call(temperature=float("inf")), "temperature inf in row 0"),
+        (lambda: call(temperature=1e-300), "temperature 0.0 in row 0"),
+        (lambda: call(temperature=torch.tensor(1e300, dtype=torch.float64)), "that fp32 holds"),
+        (lambda: call(temperature=torch.tensor(True)), r"temperature=tensor\(True\)"),
+        (lambda: call(temperature=torch.tensor(1j)), r"temperature=tensor\(0\.\+1\.j\)"),
+        (lambda: call(y=targets.tolist()), "targets is list"),
+        (lambda: call(x=logits.numpy()), "logits is ndarray"),
+        (lambda: call(x=None), "logits is NoneType"),
         (lambda: call(vocab_size=101), "at least vocab_size=101"),
         (lambda: call(vocab_size=0), "vocab_size=0"),
         (lambda: call(vocab_tile=0), "vocab_tile=0"),
@@ -272,6 +283,27 @@ def test_refusals_name_row_and_value():
     for call_, message in cases:
         with pytest.raises(ContractError, match=message):
             call_()
+
+
+def test_a_tensor_without_memory_is_missing_support():
+    logits, targets = make(6, 100)
+    for change in (
+        {"targets": targets.to("meta")},
+        {"logits": logits.to("meta")},
+        {"temperature": torch.ones(6, device="meta")},
+        {"temperature": torch.ones((), device="meta")},
+    ):
+        call = {"logits": logits, "targets": targets, "vocab_size": 100} | change
+        with pytest.raises(MissingSupport, match="a tensor on meta; supported: cpu, cuda"):
+            lp.selected_logprob(call.pop("logits"), call.pop("targets"), **call)
+    hidden, weight = torch.zeros(6, 8), torch.zeros(512, 8)
+    with pytest.raises(MissingSupport, match="a tensor on meta"):
+        lp.linear_logprob(hidden, weight, targets.to("meta"), vocab_size=100)
+    for bad, message in ((hidden.numpy(), "hidden is ndarray"), (None, "hidden is NoneType")):
+        with pytest.raises(ContractError, match=message):
+            lp.linear_logprob(bad, weight, targets, vocab_size=100)
+    with pytest.raises(ContractError, match=r"temperature=1e\+300"):
+        lp.linear_logprob(hidden, weight, targets, vocab_size=100, temperature=1e300)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("nan")])

@@ -83,6 +83,9 @@ class TreeCommunicator:
             )
         host = group
         if "gloo" not in backends:
+            # without it there is nothing to tell the other ranks by
+            if (problem := _no_group(host_group)) is not None:
+                raise problem
             host = host_group or dist.new_group(
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
             )
@@ -91,7 +94,7 @@ class TreeCommunicator:
             gloo,
             str(identity),
             f"transport={transport!r}, two_shot_bytes={two_shot_bytes!r}",
-            _unusable(transport, two_shot_bytes, timeout_s, identity, backends),
+            _unusable(transport, two_shot_bytes, timeout_s, identity, backends) or _no_group(host_group),
         )
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
         on_gpu: Mover = StagedMover(on_cpu)
@@ -320,6 +323,16 @@ def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
     return shared or gloo
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _no_group(host_group: Any) -> Exception | None:
+    if host_group is None or isinstance(host_group, dist.ProcessGroup):
+        return None
+    return ContractError(f"host_group={host_group!r}; supported: None, or a gloo process group of the same ranks")
+
+
 def _unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any, backends: str) -> Exception | None:
     """Why a communicator can't be made of these."""
     if transport not in TRANSPORTS:
@@ -328,9 +341,9 @@ def _unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any
         return MissingSupport(
             f"transport='nccl' got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
         )
-    if two_shot_bytes is not None and (not isinstance(two_shot_bytes, int) or two_shot_bytes < 0):
+    if two_shot_bytes is not None and (not _whole(two_shot_bytes) or two_shot_bytes < 0):
         return ContractError(f"two_shot_bytes={two_shot_bytes!r}; supported: None or an integer of 0 or more bytes")
-    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+    if not (_whole(timeout_s) or isinstance(timeout_s, float)) or not timeout_s > 0:
         return ContractError(f"timeout_s={timeout_s!r}; supported: seconds, more than 0")
     if not isinstance(identity, str):
         return ContractError(f"identity={identity!r}; supported: str")

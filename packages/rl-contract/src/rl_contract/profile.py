@@ -42,7 +42,7 @@ def _is_positive_integer(value: Any) -> bool:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _is_rule_value(value: Any) -> bool:
@@ -121,8 +121,9 @@ class Settings:
             problems.append(f"attention={self.attention!r}, supported: 'segments', 'nosplit'")
         if not {"segment", "key_tile"} & set(bad) and self.segment % self.key_tile:
             problems.append(f"segment={self.segment}, key_tile={self.key_tile}: segment must be a multiple of key_tile")
-        if not _is_finite_number(self.norm_eps) or not self.norm_eps > 0:
-            problems.append(f"norm_eps={self.norm_eps!r}, supported: a positive, finite number")
+        # kernels take it in fp32
+        if not _is_finite_number(self.norm_eps) or not 2.0**-126 <= self.norm_eps < 2.0**128:
+            problems.append(f"norm_eps={self.norm_eps!r}, supported: a positive normal fp32")
         problems += _rope_problems(self.rope)
         if problems:
             raise ContractError("Settings: " + "; ".join(problems))

@@ -81,6 +81,10 @@ class TokenShards:
         return out
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_peers(where: str, comm: Any, tokens: Any = None) -> None:
     """Refuse a ``comm`` or ``tokens`` of another kind at once, not when a gradient first needs it.
 
@@ -89,8 +93,9 @@ def check_peers(where: str, comm: Any, tokens: Any = None) -> None:
             TokenShards.
     """
     if comm is not None:
-        rank, world = getattr(comm, "rank", None), getattr(comm, "world_size", None)
-        if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
+        rank: Any = getattr(comm, "rank", None)
+        world: Any = getattr(comm, "world_size", None)
+        if not _whole(rank) or not _whole(world) or not 0 <= rank < world:
             raise ContractError(
                 f"{where} got comm={comm!r}; supported: None for one rank, or a Communicator, whose rank and "
                 "world_size are integers; wrap a process group by rl_comm"

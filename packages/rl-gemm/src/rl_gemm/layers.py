@@ -115,7 +115,8 @@ def _forward(
     return ops.finish(comm.all_reduce(root), bias, out_dtype)
 
 
-def _check_shapes(x: Tensor, weight: Tensor) -> None:
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    ops.check_tensors("linear", x=x, weight=weight, bias=bias)
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[-1] == 0:
         raise ContractError(
             f"linear got x {tuple(x.shape)}, weight {tuple(weight.shape)}; needs x [..., K], weight [N, K], one K > 0"
@@ -176,9 +177,9 @@ def column_parallel_linear(
         ContractError: shapes or types outside the contract, or N not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
-    _check_shapes(x, weight)
+    _check_shapes(x, weight, bias)
     check_peers("column_parallel_linear", comm, tokens)
-    if not isinstance(fused, int) or fused not in (1, 2):
+    if not isinstance(fused, int) or isinstance(fused, bool) or fused not in (1, 2):
         raise ContractError(f"fused={fused!r}; supported: 1, or 2 for a [gate; up] weight")
     ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), fused)
     return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True, tokens)
@@ -212,7 +213,7 @@ def row_parallel_linear(
         ContractError: shapes or types outside the contract, or K not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
-    _check_shapes(x, weight)
+    _check_shapes(x, weight, bias)
     check_peers("row_parallel_linear", comm, tokens)
     ops.check_leaves("K/t", x.shape[-1], _local_leaves(leaves, comm))
     return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False, tokens)
@@ -260,6 +261,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         ContractError: an odd last dimension or another type.
         MissingSupport: a device without kernels.
     """
+    ops.check_tensors("swiglu", gate_up=gate_up)
     if gate_up.dim() < 1 or gate_up.shape[-1] == 0 or gate_up.shape[-1] % 2:
         raise ContractError(f"swiglu got {tuple(gate_up.shape)}; needs [..., 2F] = [gate, up] with F > 0")
     rows = gate_up.reshape(-1, gate_up.shape[-1])
@@ -293,6 +295,7 @@ def gate_up_swiglu(
         ContractError: shapes or types outside the contract, or N not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
+    ops.check_tensors("gate_up_swiglu", x=x, weight=weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2, tokens=tokens))
     _check_shapes(x, weight)

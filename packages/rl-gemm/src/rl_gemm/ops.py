@@ -1,5 +1,7 @@
 """Opaque custom ops over the kernels: checks, launch counts, choice by device. Autograd lives in ``layers.py``."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,15 @@ from rl_gemm.contract import TOKEN_BLOCK
 
 MODEL_TYPES = (torch.bfloat16, torch.float32)
 _COLUMN, _ROW = "gemm.column", "gemm.row"
+
+
+def check_tensors(where: str, **given: Any) -> None:
+    """Each a tensor; None where it is ``bias``."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and not (x is None and name == "bias"):
+            raise ContractError(
+                f"{where} got {name} as {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one"
+            )
 
 
 def check_type(what: str, x: Tensor) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from rl_contract import ContractError, MissingSupport
 from rl_logprob.contract import MAX_VOCAB_TILE
 
+_FP32_MAX = torch.finfo(torch.float32).max
+
 
 def whole_number(value: Any) -> bool:
     """A Python or NumPy integer; True is none, nor is 512.0."""
@@ -43,6 +45,7 @@ def check_vocab(vocab_size: int, vocab_tile: int) -> None:
 
 
 def check_logits(logits: Tensor, vocab_size: int) -> None:
+    check_tensor("logits", logits)
     if logits.dtype != torch.float32:
         raise ContractError(
             f"logits are {logits.dtype}; supported: float32, the accumulators of the head; "
@@ -50,7 +53,13 @@ def check_logits(logits: Tensor, vocab_size: int) -> None:
         )
     if logits.dim() != 2 or logits.shape[1] < vocab_size:
         raise ContractError(f"logits have shape {tuple(logits.shape)}; needs [T, at least vocab_size={vocab_size}]")
-    check_device(logits)
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """A tensor on a device that has kernels."""
+    if not isinstance(x, Tensor):
+        raise ContractError(f"{name} is {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one")
+    check_device(x)
 
 
 def check_device(x: Tensor) -> None:
@@ -60,6 +69,7 @@ def check_device(x: Tensor) -> None:
 
 def check_targets(targets: Tensor, rows: int, vocab_size: int) -> None:
     """int64 or int32 [rows]; on the CPU also every id in 0..vocab_size-1: on a GPU a bad one makes its row NaN."""
+    check_tensor("targets", targets)
     if targets.shape != (rows,) or targets.dtype not in (torch.int64, torch.int32):
         raise ContractError(f"targets are {targets.dtype} {tuple(targets.shape)}; needs int64 or int32 [{rows}]")
     if targets.device.type == "cpu":
@@ -82,6 +92,8 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
     at.
     """
     gpu = device is not None and device.type == "cuda"
+    if isinstance(temperature, Tensor):
+        check_device(temperature)
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if temperature.shape != (rows,) or temperature.dtype != torch.float32:
             raise ContractError(
@@ -91,13 +103,20 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
             return temperature.contiguous()
         refuse_temperature(temperature)
         return temperature.contiguous().to(device) if gpu else temperature.contiguous()
-    if not isinstance(temperature, Tensor) and not number(temperature):
+    if isinstance(temperature, Tensor):
+        real = temperature.dtype != torch.bool and not temperature.is_complex()
+    else:
+        real = number(temperature)
+    if not real:
         raise ContractError(f"temperature={temperature!r}; needs a number or float32 [{rows}]")
     # what an engine asks for at every step; no tensor is made to see that 1 is positive
     if gpu and not isinstance(temperature, Tensor) and temperature == 1.0:
         return torch.empty(0, dtype=torch.float32, device=device)
+    given = float(temperature) if isinstance(temperature, Tensor) else temperature
+    if _FP32_MAX < abs(given) < float("inf"):
+        raise ContractError(f"temperature={temperature!r}; needs a number that fp32 holds, or float32 [{rows}]")
     # an empty batch still refuses a meaningless temperature
-    one = torch.full((1,), float(temperature), dtype=torch.float32)
+    one = torch.full((1,), float(given), dtype=torch.float32)
     if not gpu:
         refuse_temperature(one)
         return one.expand(rows).contiguous()

@@ -15,8 +15,8 @@ from rl_contract.gradients import main_grad_of
 from rl_contract.tokens import check_peers
 from rl_logprob import gpu, linear_gpu, ops
 from rl_logprob.checks import (
-    check_device,
     check_targets,
+    check_tensor,
     check_vocab,
     refuse_nonfinite,
     refuse_rows,
@@ -180,13 +180,13 @@ def linear_logprob(
 
 
 def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, world: int, leaves: int) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        check_tensor(name, x)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ContractError(
             f"linear_logprob got hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; "
             "needs [T, H] and [V_padded/t, H] with one H"
         )
-    check_device(hidden)
-    check_device(weight)
     rows = weight.shape[0]
     remedy = "pad the head to padded_vocab_size(vocab_size, vocab_tile) and split it evenly"
     if rows == 0 or rows % vocab_tile:

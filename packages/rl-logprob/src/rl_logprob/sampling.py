@@ -19,7 +19,7 @@ from rl_contract.arrays import as_array
 from rl_contract.jit import kernel
 from rl_contract.primitives import log_f64
 from rl_contract.threads import for_ranges
-from rl_logprob.checks import check_logits, check_vocab, row_temperature, whole_number
+from rl_logprob.checks import check_logits, check_tensor, check_vocab, row_temperature, whole_number
 from rl_logprob.cpu import dropped
 from rl_logprob.ops import support_arrays
 from rl_logprob.support import Support, masked_logits, refuse_undrawn
@@ -123,6 +123,7 @@ def _sample(
     check_logits(logits, vocab_size)
     rows = len(logits)
     for name, x in (("seeds", seeds), ("positions", positions)):
+        check_tensor(name, x)
         if x.shape != (rows,) or x.dtype != torch.int64:
             raise ContractError(f"{name} are {x.dtype} {tuple(x.shape)}; needs int64 [{rows}]")
     seeds, positions = seeds.to(logits.device).contiguous(), positions.to(logits.device).contiguous()
@@ -173,6 +174,7 @@ def gumbel_sample(
 
 def greedy_sample(logits: Tensor, *, vocab_size: int) -> Tensor:
     """The id of the largest logit of each row, the lowest at a tie; int64 [T]. Errors as in ``gumbel_sample``."""
+    check_tensor("logits", logits)
     zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     return _sample(logits, zeros, zeros, vocab_size, 1.0, greedy=True)
 

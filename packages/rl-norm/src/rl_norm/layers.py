@@ -98,6 +98,11 @@ def rms_norm(
         ContractError: shapes, types, eps or leaves outside the contract.
         MissingSupport: a device without kernels.
     """
+    for name, given in (("x", x), ("weight", weight), ("residual", residual)):
+        if not isinstance(given, Tensor) and (given is not None or name != "residual"):
+            raise ContractError(
+                f"rms_norm got {name} as {type(given).__name__} {str(given)[:40]!r}; supported: a tensor, make one"
+            )
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
     if not isinstance(eps, (int, float)) or isinstance(eps, bool):
