@@ -31,6 +31,7 @@ def bench(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["bench", name, *map(str, arguments)])
         tool.main()
 
+    main.tool = tool
     return main
 
 
@@ -103,11 +104,105 @@ def test_long_bench_has_options_of_its_own_and_is_written_as_it_goes(bench, tmp_
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("step", []), ("gemm", ["--runs", "somewhere"]), ("norm", ["--again", "old.json"]), ("norm", ["--layers", "7"])],
-    ids=["no runs", "runs not wanted", "cannot measure again", "no such option"],
+    [
+        ("step", []),
+        ("gemm", ["--runs", "somewhere"]),
+        ("norm", ["--again", "old.json"]),
+        ("norm", ["--layers", "7"]),
+        ("norm", ["--budget", "nan"]),
+        ("norm", ["--budget", "-1"]),
+        ("norm", ["--match", "["]),
+        ("norm", ["--match", "a"]),
+        ("engine_arms", []),
+    ],
+    ids=[
+        "no runs",
+        "runs not wanted",
+        "cannot measure again",
+        "no such option",
+        "no time",
+        "less than no time",
+        "no expression",
+        "match without again",
+        "no bench",
+    ],
 )
 def test_options_that_do_not_fit_write_nothing(bench, tmp_path, name, arguments):
     module = types.SimpleNamespace(**({"from_runs": None} if name == "step" else {"run": whole}))
     with pytest.raises(SystemExit, match="2"):
         bench(module, name, "--json", tmp_path / "x.json", *arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        types.SimpleNamespace(run=lambda budget: ([], {"mean": None})),
+        types.SimpleNamespace(measure=lambda budget: iter([[]]), summary=lambda rows: {"mean": None}),
+        types.SimpleNamespace(run=lambda budget, keep: keep([], {}) or ([], {}), options=lambda rest: {"keep": None}),
+    ],
+    ids=["run", "measure", "keep"],
+)
+def test_a_bench_that_measured_nothing_leaves_the_file_as_it_was(bench, tmp_path, module):
+    landed = tmp_path / "x.json"
+    landed.write_text("landed")
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        bench(module, "gemm", "--json", landed)
+    assert landed.read_text() == "landed"
+
+
+@pytest.mark.parametrize(
+    ("old", "problem"), [("{", "no file of JSON"), ("[]", "a list"), ("{}", "no meta"), (None, "No such")]
+)
+def test_bad_input_no_old_file_to_measure_again(bench, tmp_path, old, problem):
+    if old is not None:
+        (tmp_path / "old.json").write_text(old)
+    module = types.SimpleNamespace(run=whole, again=lambda budget, match: [row("b", 8.0)])
+    with pytest.raises(SystemExit, match=problem):
+        bench(module, "gemm", "--json", tmp_path / "x.json", "--again", tmp_path / "old.json")
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_no_case_that_matches_is_not_measured_again(bench, tmp_path):
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({"meta": {}, "rows": whole(0)[0], "summary": {}}))
+    before = old.read_text()
+    module = types.SimpleNamespace(run=whole, again=lambda budget, match: [], summary=lambda rows: {})
+    with pytest.raises(SystemExit, match="no case that matches 'zzz'"):
+        bench(module, "gemm", "--json", old, "--again", old, "--match", "zzz")
+    assert old.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("logprob", ["--only", "nosuchcase"], "no case matches 'nosuchcase'"),
+        ("logprob", ["--only", "["], "no regular expression"),
+        ("engine", ["--gpus", "0", "0"], "give each once"),
+        ("engine", ["--layers", "8", "8"], "give each once"),
+        ("engine", ["--engines", "strict", "strict"], "give each once"),
+        ("engine", ["--layers", "0"], "less than 1"),
+        ("engine", ["--logs", "USED"], "results of another run"),
+    ],
+)
+def test_bad_options_of_a_bench_of_its_own_are_refused(monkeypatch, tmp_path, capsys, name, options, problem):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    (tmp_path / "results-1.jsonl").touch()
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"benches.{name}").options([str(tmp_path) if x == "USED" else x for x in options])
+    assert problem in capsys.readouterr().err
+
+
+def test_good_options_of_a_bench_of_its_own_are_taken(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    assert importlib.import_module("benches.logprob").options(["--only", "M=64$"]) == {"only": "M=64$"}
+    found = importlib.import_module("benches.engine").options(["--layers", "8", "--logs", str(tmp_path / "new")])
+    assert (found["layers"], found["logs"]) == ([8], tmp_path / "new")
+
+
+def test_runs_that_cannot_be_read_are_named_in_a_line(bench, tmp_path):
+    pytest.importorskip("rl_parity")
+    from benches import step
+
+    with pytest.raises(SystemExit, match="nodir has no manifest"):
+        bench(step, "step", "--json", tmp_path / "x.json", "--runs", tmp_path / "nodir")

@@ -64,6 +64,39 @@ def test_a_module_for_one_worker_makes_its_fixture_once(tmp_path):
     assert len((tmp_path / "spread").read_text()) > 1, "the other workers ran something"
 
 
+def test_projects_of_one_name_each_keep_their_results(tmp_path):
+    body = "import pytest\n@pytest.mark.gpu\ndef test_{}(): assert {}\n"
+    for project, good in (("p1", False), ("p2", True)):
+        (tmp_path / project / "tests").mkdir(parents=True)
+        (tmp_path / project / "tests" / f"test_of_{project}.py").write_text(body.format(project, good))
+    # the same path twice is one project
+    paths = [str(tmp_path / project / "tests") for project in ("p1", "p2", "p1")]
+    command = [sys.executable, str(TOOL), *paths, "--out", str(tmp_path / "out"), "--workers", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    lines = {line.split()[0]: line.split()[1:5] for line in done.stdout.splitlines() if " not ended" in line}
+    assert lines == {"tests": ["0", "passed", "1", "failed"], "p2-tests": ["1", "passed", "0", "failed"]}
+    written = {p.name for p in (tmp_path / "out").iterdir()}
+    assert written == {"tests.jsonl", "tests.log", "p2-tests.jsonl", "p2-tests.log"}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--limit", "nan"], "seconds over 0"),
+        (["--limit", "0"], "seconds over 0"),
+        (["--workers", "-1"], "less than 0"),
+        (["-k", "("], "no expression on test names"),
+    ],
+)
+def test_bad_input_starts_no_test(tmp_path, options, names):
+    (tmp_path / "test_good.py").write_text(GOOD)
+    done = run(tmp_path, *options)
+    assert done.returncode == 2
+    assert names in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_only_marked_tests_run_and_nothing_passed_is_no_success(tmp_path):
     (tmp_path / "test_good.py").write_text(GOOD)
     assert run(tmp_path).returncode == 0

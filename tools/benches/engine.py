@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benches import engine_arms
 from benches.engine_arms import ARMS, CASES
+from command_line import count
 
 METHOD = (
     "Best of 2 rounds a case (prefill: 1 where a prompt batch has over 300,000 tokens), vLLM's own engine process, "
@@ -39,11 +40,18 @@ Keep = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 def options(rest: list[str]) -> dict[str, Any]:
     """This bench's own part of the command line."""
     parser = argparse.ArgumentParser(prog="tools/bench engine")
-    parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS), help="models, the most wanted first")
+    parser.add_argument("--layers", nargs="+", type=count, default=list(LAYERS), help="models, the most wanted first")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ARMS)
-    parser.add_argument("--logs", type=Path, default=None, help="folder that keeps every engine's log")
-    return vars(parser.parse_args(rest))
+    parser.add_argument("--logs", type=Path, default=None, help="new folder that keeps every engine's log")
+    found = vars(parser.parse_args(rest))
+    # each has files of its own name
+    for name in ("layers", "gpus", "engines"):
+        if len(set(found[name])) < len(found[name]):
+            parser.error(f"--{name} {' '.join(map(str, found[name]))}: give each once")
+    if found["logs"] and any(found["logs"].glob("results-*.jsonl")):
+        parser.error(f"--logs {found['logs']} holds the results of another run; give a new folder")
+    return found
 
 
 def run(

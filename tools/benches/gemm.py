@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benches import data, peers, shapes, timing
+from benches import data, shapes, timing
 
 GATE_UP = "gate_up+swiglu"
 LAYERS = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -74,6 +74,8 @@ def _calls(case: dict[str, Any]) -> tuple[dict[str, Callable[[int], object]], in
             "strict": lambda i: _ops().grad_weight(dy, x),
         }
     elif op == GATE_UP:
+        from benches import peers
+
         calls = {
             "cublas, silu_and_mul": lambda i: peers.silu_and_mul(torch.mm(x, weights[i].t())),
             "strict unfused": lambda i: _ops().swiglu(_ops().matmul(x, weights[i], None, 1, torch.bfloat16)),

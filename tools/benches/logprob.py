@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from benches import data
+from command_line import pattern
 
 HIDDEN = 4096
 METHOD = (
@@ -214,8 +215,12 @@ def _measure(calls: dict[str, Callable[[], object]], failed: dict[str, str]) -> 
 def options(rest: list[str]) -> dict[str, Any]:
     """This bench's own part of the command line."""
     parser = argparse.ArgumentParser(prog="tools/bench logprob")
-    parser.add_argument("--only", default="", help="regular expression on case names")
-    return vars(parser.parse_args(rest))
+    parser.add_argument("--only", type=pattern, default="", help="regular expression on case names")
+    found = parser.parse_args(rest)
+    names = [_name(case) for case in cases()]
+    if not any(re.search(found.only, name) for name in names):
+        parser.error(f"--only: no case matches {found.only!r}; one is {names[0]!r}")
+    return vars(found)
 
 
 Keep = Callable[[list[dict[str, Any]], dict[str, Any]], None]

@@ -32,10 +32,22 @@ OPTIONS = (
 )
 
 
+def chosen(layouts: str) -> list[str]:
+    """The letters in ``layouts``, "a,b" or "ab"; all where it is empty.
+
+    Raises:
+        ValueError: a letter of no run, or none.
+    """
+    letters = list(layouts.replace(",", "")) if layouts else list(LANES)
+    if not letters or not set(letters) <= RUNS.keys():
+        raise ValueError(f"{layouts!r} must be letters of {','.join(RUNS)}")
+    return letters
+
+
 def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    wanted = chosen(settings.get("layouts", ""))
     root = Path(settings.get("keep") or folder) / "parity"
     root.mkdir(parents=True, exist_ok=True)
-    wanted = list((settings.get("layouts") or "anbcd").replace(",", ""))
     options = [*settings.get("options", f"{GPU} {OPTIONS}").split(), "--model", settings["model"]]
     program = settings.get("program", PROGRAM)
 

@@ -71,6 +71,17 @@ def test_trace_with_a_stock_kernel_inside_the_model_is_refused(traces, named):
         trace.check(traces, ["gemm_kernel"])
 
 
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"traceEvents": {}}', '{"traceEvents": [1]}', '{"traceEvents": [{"ph": "X"}]}']
+)
+def test_bad_input_a_file_that_is_no_trace_is_named_in_a_line(tmp_path, capsys, text):
+    (tmp_path / "x.json").write_text(text)
+    assert trace.main([str(tmp_path / "x.json")]) == 1
+    said = capsys.readouterr().out
+    assert "give a trace that rl_vllm.trace_step wrote" in said or "give one that rl_vllm.trace_step wrote" in said
+    assert str(tmp_path / "x.json") in said
+
+
 def test_trace_knows_the_kernels_of_every_package():
     names = trace.our_kernels()
     assert {"attn_fwd_kernel", "attn_segments_kernel", "rotary_kernel", "write_slots_kernel", "sample_kernel"} <= names

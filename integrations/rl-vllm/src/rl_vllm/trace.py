@@ -10,7 +10,7 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -135,12 +135,19 @@ def read(trace: Any, ours: Iterable[str], library: Iterable[str] = ()) -> Findin
     Raises:
         ContractError: no readable trace.
     """
+    where = "the trace"
     if isinstance(trace, (str, Path)):
+        where = str(trace)
         try:
             trace = json.loads(Path(trace).read_text())
         except (OSError, ValueError) as error:
             raise ContractError(f"{trace}: {error}; give a trace that rl_vllm.trace_step wrote") from error
-    events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
+    events = trace.get("traceEvents") if isinstance(trace, Mapping) else None
+    if not isinstance(events, list) or not all(isinstance(e, Mapping) for e in events):
+        raise ContractError(f"{where} holds no list of events, traceEvents; give one that rl_vllm.trace_step wrote")
+    events = [e for e in events if e.get("ph") == "X"]
+    if not all("name" in e and isinstance(e.get("ts"), int | float) for e in events):
+        raise ContractError(f"{where} has an event without name or time; give one that rl_vllm.trace_step wrote")
     names, known = frozenset(ours), set(library)
     found, model, operators, launches = Findings(), _Intervals(), _Intervals(), {}
     for e in events:

@@ -1,0 +1,103 @@
+"""The tools that read or write files of measurements: both files or none, and one line on bad input or no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+META = {"gpu": "none", "driver": "1", "torch": "2", "triton": "3", "commit": "c0ffee", "date": "2026-01-01"}
+CASE = {"case": "qkv M=64", "op": "forward", "group": "qwen", "shape": [64, 128, 128], "peer": "lib"}
+BENCH = {"meta": META, "rows": [CASE | {"strict_us": 5.0, "peer_us": 10.0, "ratio": 2.0}], "summary": {"mean": 2.0}}
+
+
+def run(tool, *arguments, **environment):
+    command = [sys.executable, str(TOOLS / tool), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | environment)
+
+
+def test_results_writes_table_and_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "x.json").write_text(json.dumps(BENCH))
+    done = run("results", tmp_path / "x.json")
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"x.json", "x.md", "x.png"}
+    assert "| qkv | 2.00 (5) |" in (tmp_path / "x.md").read_text()
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_results_without_matplotlib_writes_nothing(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    (tmp_path / "x.json").write_text(json.dumps(BENCH))
+    done = run("results", tmp_path / "x.json", PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1")
+    assert (done.returncode, done.stderr) == (1, "results draws with matplotlib: not here; nothing is written\n")
+    assert {p.name for p in tmp_path.iterdir()} == {"x.json", "matplotlib.py"}
+
+
+BAD = ["{", "[]", "{}", json.dumps({"meta": {}, "rows": []}), json.dumps(BENCH | {"rows": [{"ratio": 1.0}]}), None]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_input_results_names_the_file_and_writes_nothing(tmp_path, text):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "good.json").write_text(json.dumps(BENCH))
+    bad = tmp_path / "bad.json"
+    if text is not None:
+        bad.write_text(text)
+    done = run("results", bad, tmp_path / "good.json")
+    assert done.returncode == 1
+    assert done.stderr.startswith(str(bad))
+    assert done.stderr.count("\n") == 1
+    assert not [p for p in tmp_path.iterdir() if p.suffix != ".json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", json.dumps({"environment": {}, "differing": {}, "rows": [{"us": 1.0}]}), None],
+)
+def test_bad_input_a_plan_is_selected_from_no_other_file(tmp_path, text):
+    times = tmp_path / "times.json"
+    if text is not None:
+        times.write_text(text)
+    done = run("tune", "select", times, "--out", tmp_path / "plan.json")
+    assert done.returncode == 1
+    assert done.stderr.startswith(str(times))
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_is_selected_by_time_as_a_multiple_of_the_librarys(tmp_path):
+    shape = {"operation": "forward", "n": 1536, "k": 4096, "leaves": 1, "m": 16}
+    slow, fast = "leaf-16x64x128-4w5-swap", "tma-16x64x256-4w4-swap"
+    # a faster clock in the second run must not decide
+    for name, base, use, us in (("a", 10.0, slow, 12.0), ("b", 5.0, fast, 5.5)):
+        rows = [shape | {"use": "default", "us": base}, shape | {"use": use, "us": us}]
+        payload = {"environment": {"device": "card"}, "differing": {}, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(payload))
+    done = run("tune", "select", tmp_path / "a.json", tmp_path / "b.json", "--out", tmp_path / "plan.json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert [r["use"] for r in plan["rows"] if r["n"] == 1536] == [fast]
+
+
+WITHOUT_GPU = [
+    ("bench", "norm", "--json", "x.json"),
+    ("tune", "time", "--json", "x.json"),
+    ("certify", "--plan", "x.json"),
+    ("golden", "--out", "x.npz"),
+]
+
+
+@pytest.mark.parametrize("command", WITHOUT_GPU, ids=[c[0] for c in WITHOUT_GPU])
+def test_bad_input_no_gpu_is_one_line(command, tmp_path):
+    name = " ".join(command[:2]) if command[0] == "tune" else command[0]
+    done = run(*command, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"{name} needs 1 GPU, torch sees 0")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--shape", "3"], ["--rows", "0"], ["--budget", "nan"]], ids=lambda o: o[0])
+def test_bad_input_certify_starts_nothing(options):
+    assert run("certify", "--plan", "x.json", *options).returncode == 2
