@@ -142,7 +142,9 @@ def write_run(
             "status": status,
             "reason": None if status == "finished" else "engine-0: the process ended with status 7",
             "started": "2026-01-01T00:00:00+0000",
-            "command": ["rl-parity run --arm both"],
+            "command": [
+                f"rl-parity run --arm both --train tp=2,cp=2 --rollout tp=2,engines=2 --steps {steps} --seed {seed}"
+            ],
             "config": json.loads(json.dumps(config.to_dict())),
             "sampling": metrics.semantics(config).to_dict(),
             "profile": profile().to_dict(),

@@ -189,6 +189,90 @@ def test_a_state_with_another_bit_or_of_another_model_is_refused(tmp_path, capsy
     assert resume(out, "--steps", "2") == 0
 
 
+def contents(root):
+    return {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def test_a_state_of_another_step_than_its_folder_is_refused_before_anything_is_cut(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "3", "--save-every", "2") == 0
+    described = out / "strict" / "state" / "step-00003" / state.DESCRIPTION
+    whole = json.loads(described.read_text())
+    for step in (1, 2, True, "3"):
+        described.write_text(json.dumps({**whole, "step": step}))
+        before = contents(out)
+        assert resume(out, "--steps", "4") == 2
+        assert f"says step {step!r}, its folder is step-00003" in capsys.readouterr().err
+        assert contents(out) == before
+    # the folder renamed to fit: the ledger knows which weights step 1 had
+    described.write_text(json.dumps({**whole, "step": 1}))
+    described.parent.rename(described.parent.with_name("step-00001"))
+    before = contents(out)
+    assert resume(out, "--steps", "4") == 2
+    assert "ledger.jsonl has weights" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+def edited(path, **changes):
+    data = json.loads(path.read_text())
+    for name, value in changes.items():
+        *above, last = name.split("__")
+        at = data
+        for key in above:
+            at = at[key]
+        at[last] = value
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"config__seed": 7}, "seeds has run 0, config 7"),
+        ({"config__train": {"tp": 2, "cp": 1}}, "topology has train"),
+        ({"config__temperature": 0.5}, "sampling has temperature 1.0, config 0.5"),
+        ({"config__plant": "gemm.row"}, "plant is None, in config 'gemm.row'"),
+        ({"config__lr": 0.1}, "config is not the one of config_sha256"),
+        ({"config__reward": "even"}, "config is not the one of config_sha256"),
+        ({"config__steps": -1}, "config is not the one of config_sha256"),
+        ({"config__limit": True}, "limit=True, supported: float or int"),
+        ({"config__limit": "5"}, "limit='5', supported: float or int"),
+        ({"config__train": {"tp": 0}}, "train: tp=0, supported: at least 1"),
+        ({"config__train": 3}, "'train' is 3, supported is dict"),
+        ({"config__zzz": 3}, "unknown zzz"),
+        ({"status": "zzz"}, "'status' is 'zzz', supported are running"),
+        ({"fingerprints__norm": "0"}, "fingerprints have norm 0, the profile's is"),
+        ({"profile__settings__norm_eps": 1e-5}, "fingerprints have profile"),
+    ],
+)
+def test_an_edited_manifest_is_refused_by_name(tmp_path, capsys, changes, named):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "1", "--save-every", "1") == 0
+    edited(out / "manifest.json", **changes)
+    before = contents(out)
+    assert resume(out, "--steps", "2") == 2
+    assert named in capsys.readouterr().err
+    assert cli.main(["report", str(out)]) == 2
+    assert named in capsys.readouterr().err
+    assert contents(out) == before
+
+
+def test_a_manifest_without_a_digest_is_held_against_its_command(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "1", "--save-every", "1") == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["config_sha256"]
+    manifest["command"] = [f"rl-parity run --out {out} {' '.join(SMALL)} --steps 1 --save-every 1"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert cli.main(["report", str(out)]) == 0
+    edited(out / "manifest.json", config__lr=0.1, config__batch=4)
+    assert resume(out, "--steps", "2") == 2
+    err = capsys.readouterr().err
+    assert "config has batch 4, command 2" in err
+    assert "config has lr 0.1, command 0.0004" in err
+    edited(out / "manifest.json", config__lr=4e-4, config__batch=2)
+    assert resume(out, "--steps", "2") == 0
+
+
 def test_state_of_a_rank_comes_back_whole(tmp_path):
     held = {"steps": 3, "state": {"a.b": {"master": torch.randn(3, 2), "x": torch.tensor(2.5)}, "c": torch.arange(4)}}
     digest = state.write_rank(tmp_path, 1, held)["digest"]

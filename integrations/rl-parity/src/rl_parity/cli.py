@@ -1,9 +1,11 @@
 """``rl-parity run | doctor | compare | contracts | report``. Imports nothing heavy until a command needs it."""
 
 import argparse
+import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -175,17 +177,41 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def options_of(words: Sequence[str]) -> dict[str, Any] | None:
+    """What the words after ``rl-parity run`` give, by field of ``RunConfig``; None where this version lacks an option.
+
+    ``--device auto`` is left out: another machine may choose otherwise.
+    """
+    from rl_contract import ContractError
+
+    try:
+        with redirect_stderr(io.StringIO()):
+            args = _parser().parse_args(["run", *words])
+        if getattr(args, "device", None) == "auto":
+            del args.device
+        return _given(args)
+    except (SystemExit, ContractError):
+        return None
+
+
 def _config(args: argparse.Namespace) -> RunConfig:
-    from rl_parity.data import RANDOM
     from rl_parity.gpus import choose_device
-    from rl_parity.random_models import PREFIX
 
     given = _given(args)
     given.setdefault("device", choose_device("auto"))
+    return RunConfig(**completed(given))
+
+
+def completed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with the defaults that depend on others."""
+    from rl_parity.data import RANDOM
+    from rl_parity.random_models import PREFIX
+
+    given = dict(options)
     if given.get("model", "").startswith(PREFIX) or given.get("prompts", "").startswith(RANDOM):
         # nothing else can be rewarded where there is no language
         given.setdefault("reward", "even")
-    return RunConfig(**given)
+    return given
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """One frozen object holds everything that a run was asked to do."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rl_contract import ContractError
@@ -12,6 +13,21 @@ FAMILIES = ("segments", "nosplit")
 PLACEMENTS = ("auto", "colocated", "split", "shared")
 TRANSPORTS = ("auto", "ipc", "host", "file")
 SLEEP_LEVELS = ("auto", "0", "1", "2")
+
+
+# how a run is carried out, as opposed to what it computes
+CHANGEABLE = (
+    "steps",
+    "timeout",
+    "launcher",
+    "save_every",
+    "limit",
+    "gpus",
+    "placement",
+    "gpu_memory_utilization",
+    "sleep",
+    "weights",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +143,42 @@ class RunConfig:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "RunConfig":
-        return cls(**{**data, "train": TrainLayout(**data["train"]), "rollout": RolloutLayout(**data["rollout"])})
+    def from_dict(cls, data: Mapping[str, Any]) -> "RunConfig":
+        """From ``to_dict``; a field that is not there has its default.
+
+        Raises:
+            ContractError: fields that are unknown or of another type; all are named.
+        """
+        problems = list(_field_problems(cls, data))
+        layouts = {name: kind for name, kind in (("train", TrainLayout), ("rollout", RolloutLayout)) if name in data}
+        for name, kind in layouts.items():
+            if isinstance(data[name], Mapping):
+                problems += [f"{name}: {problem}" for problem in _field_problems(kind, data[name], least=1)]
+            else:
+                problems.append(f"{name}={data[name]!r}, supported: a mapping")
+        if problems:
+            raise ContractError(f"config: {'; '.join(problems)}")
+        return cls(**{**data, **{name: kind(**data[name]) for name, kind in layouts.items()}})
+
+
+def _field_problems(kind: Any, data: Mapping[str, Any], least: int | None = None) -> Iterator[str]:
+    known: dict[str, Any] = {f.name: f.type for f in fields(kind)}
+    if unknown := [name for name in data if name not in known]:
+        yield f"unknown {', '.join(map(str, unknown))}, which another rl-parity wrote; use that version"
+    # bool is an int to isinstance
+    fits: dict[Any, tuple[type, ...]] = {
+        int: (int,),
+        float: (float, int),
+        str: (str,),
+        bool: (bool,),
+        str | None: (str, type(None)),
+    }
+    for name, value in data.items():
+        wanted = fits.get(known.get(name))
+        if wanted is not None and type(value) not in wanted:
+            yield f"{name}={value!r}, supported: {' or '.join(w.__name__ for w in wanted)}"
+        elif wanted is not None and least is not None and value < least:
+            yield f"{name}={value!r}, supported: at least {least}"
 
 
 # larger counts than this are no counts; also what the engines hold them in

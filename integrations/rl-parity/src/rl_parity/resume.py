@@ -11,26 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
-from rl_parity import state, verify
-from rl_parity.config import RunConfig
-from rl_parity.jsonfile import parse, read_text
+from rl_parity import preflight_options, state, verify
+from rl_parity.config import CHANGEABLE, RunConfig
+from rl_parity.jsonfile import lines, parse, read_text
+from rl_parity.manifest import check_manifest
 from rl_parity.models import spec_of
-from rl_parity.rundir import RunDirectory
+from rl_parity.rundir import MANIFEST, RunDirectory
 from rl_parity.state import Saved
-
-# how a run is carried out, as opposed to what it computes
-CHANGEABLE = (
-    "steps",
-    "timeout",
-    "launcher",
-    "save_every",
-    "limit",
-    "gpus",
-    "placement",
-    "gpu_memory_utilization",
-    "sleep",
-    "weights",
-)
 
 
 @dataclass
@@ -56,13 +43,10 @@ def config_of(directory: RunDirectory, given: Mapping[str, Any]) -> RunConfig:
         ContractError: the directory holds no such run, or an option says something else than the run; all are named.
     """
     manifest = directory.manifest()
-    try:
-        own = RunConfig.from_dict({**manifest["config"], "out": str(directory.root)})
-    except TypeError as error:
-        raise ContractError(
-            f"{directory.root}: its config is of another rl-parity ({error}); use that version"
-        ) from None
-    problems = [
+    check_manifest(directory.root / MANIFEST, manifest)
+    own = RunConfig.from_dict({**manifest["config"], "out": str(directory.root)})
+    problems = [f"its config: {problem}" for problem in preflight_options.options(own)]
+    problems += [
         f"--{name.replace('_', '-')} {_shown(value)} differs from the run's {_shown(getattr(own, name))}"
         for name, value in given.items()
         if name not in (*CHANGEABLE, "out") and value != getattr(own, name)
@@ -133,6 +117,7 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         verify.arm_files(directory, arm, manifest)
         verify.samples(directory, arm, point.records)
         path = directory.root / arm / "ledger.jsonl"
+        _weights(directory, arm, path, point)
         kept = "".join(_kept(path, point.step))
         verify.ledger(directory, arm, manifest["run_id"], kept, point.records, deep=True)
         digest = point.records[0]["weight_digest"]
@@ -140,6 +125,27 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         if spec_of(config.model) is None:
             verify.weights(Path(config.model), digest)
         _state(point.saved, config)
+
+
+def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> None:
+    """Raise where anything says that the run had other weights at the state's step than the state's description."""
+    assert point.saved is not None
+    said: list[tuple[Path, Any]] = []
+    text = read_text(path)
+    for _, event in lines(path, text[: text.rfind("\n") + 1]):
+        if event.get("event") in ("version", "resume") and event.get("step") == point.step:
+            said.append((path, event.get("digest")))
+    evidence = directory.evidence(arm)
+    for sitting in (evidence, *evidence.get("earlier", [])):
+        saves = sitting.get("saves") or [] if isinstance(sitting, Mapping) else []
+        said += [(directory.root / arm / "evidence.json", s["digest"]) for s in saves if s["step"] == point.step]
+    said += [(path.with_name("steps.jsonl"), r.get("weight_digest")) for r in point.dropped if r["step"] == point.step]
+    for where, digest in said:
+        if digest != point.saved.digest:
+            raise ContractError(
+                f"{where} has weights {str(digest)[:12]} at step {point.step}, "
+                f"{point.saved.folder / state.DESCRIPTION} {point.saved.digest[:12]}; restore the file, or resume from another copy of the run directory"
+            )
 
 
 def _state(saved: Saved, config: RunConfig) -> None:
@@ -179,11 +185,13 @@ def restart(directory: RunDirectory, arm: str) -> None:
 
 def _kept(path: Path, step: int) -> list[str]:
     """Ledger lines up to the one with which ``step - 1`` consumed its samples."""
-    lines = read_text(path).splitlines(keepends=True)
-    for number, line in enumerate(lines):
+    all_lines = read_text(path).splitlines(keepends=True)
+    for number, line in enumerate(all_lines):
         # the last line may be cut off, and comes after
         if line.startswith('{"event":"step"') and parse(path, line, number + 1).get("step") == step - 1:
-            return lines[: number + 1]
+            # what the step was recorded as follows it
+            after = all_lines[number + 1 : number + 2]
+            return all_lines[: number + 1 + (bool(after) and after[0].startswith('{"event":"record"'))]
     raise ContractError(f"{path} does not hold step {step - 1}; restore it, or start the run again")
 
 

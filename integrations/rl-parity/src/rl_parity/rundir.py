@@ -18,6 +18,8 @@ from rl_parity.lock import LOCK
 
 MANIFEST, SUMMARY, REPORT = "manifest.json", "summary.json", "report.html"
 
+STATUSES = ("running", "finished", "mismatch", "failed", "interrupted")
+
 _PER_TOKEN = ("tokens", "rollout", "train", "forward", "absent")
 _DTYPES = {"rollout": "float32", "train": "float32", "forward": "float32", "absent": "bool", "reward": "float32"}
 _BROKEN_ARCHIVE = (
@@ -185,6 +187,10 @@ class RunDirectory:
         """
         path, data = self.root / MANIFEST, self._read(MANIFEST)
         require(path, data, {"run_id": str, "status": str, "config": dict})
+        if data["status"] not in STATUSES:
+            raise ContractError(
+                f"{path}: 'status' is {data['status']!r}, supported are {', '.join(STATUSES)}; {REPAIR}"
+            )
         require(path, data["config"], {"steps": int, "arm": str, "train": dict, "rollout": dict})
         return data
 

@@ -22,6 +22,7 @@ from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, LimitReached, MismatchFound, load_prompts
+from rl_parity.manifest import DIGEST, config_digest, topology
 from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
@@ -232,17 +233,10 @@ def _manifest(
         "started": _now(),
         "command": list(command) or [shlex.join(sys.argv)],
         "config": config.to_dict(),
+        DIGEST: config_digest(config.to_dict()),
         "seeds": {"run": config.seed, "sampling": "sha256(run seed, step, prompt place, sample), first 31 bits"},
         "sampling": metrics.semantics(config).to_dict(),
-        "topology": {
-            "train": {"tp": config.train.tp, "cp": config.train.cp, "ranks": config.train.world_size},
-            "rollout": {
-                "tp": config.rollout.tp,
-                "engines": config.rollout.engines,
-                "workers": config.rollout.world_size,
-            },
-            "launcher": config.launcher,
-        },
+        "topology": topology(config),
         "gpus": [gpu.to_dict() for gpu in placed.gpus],
         "placement": placed.to_dict(),
         "profile": profile.to_dict(),

@@ -90,7 +90,7 @@ def finish(folder: Path, *, run_id: str, step: int, digest: str, ranks: Sequence
     described = {"run_id": run_id, "step": step, "digest": digest, "ranks": list(own)}
     (folder / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     _sync(folder / DESCRIPTION)
-    target = folder.parent / f"step-{step:05d}"
+    target = folder.parent / _name(step)
     shutil.rmtree(target, ignore_errors=True)
     folder.rename(target)
     for other in folder.parent.iterdir():
@@ -99,11 +99,15 @@ def finish(folder: Path, *, run_id: str, step: int, digest: str, ranks: Sequence
     return Saved(folder=target, run_id=run_id, step=step, digest=digest, ranks=own)
 
 
+def _name(step: int) -> str:
+    return f"step-{step:05d}"
+
+
 def latest(root: Path) -> Saved | None:
     """The newest whole state under ``root``, or None.
 
     Raises:
-        ContractError: its description cannot be read.
+        ContractError: its description cannot be read, or is of another step than its folder.
     """
     found = sorted(path for path in root.glob("step-*") if (path / DESCRIPTION).is_file()) if root.is_dir() else []
     if not found:
@@ -111,10 +115,13 @@ def latest(root: Path) -> Saved | None:
     path = found[-1] / DESCRIPTION
     try:
         data = read_object(path, _REPAIR)
+        step = data["step"]
+        if type(step) is not int or found[-1].name != _name(step):
+            raise ContractError(f"{path} says step {step!r}, its folder is {found[-1].name}; {_REPAIR}")
         return Saved(
             folder=found[-1],
             run_id=str(data["run_id"]),
-            step=int(data["step"]),
+            step=step,
             digest=str(data["digest"]),
             ranks=tuple(str(digest) for digest in data["ranks"]),
         )

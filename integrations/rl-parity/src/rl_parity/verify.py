@@ -12,8 +12,9 @@ from rl_contract import ContractError
 from rl_parity import checkpoint
 from rl_parity.checks import compare_logprobs
 from rl_parity.jsonfile import REPAIR, read_list, read_object, read_text, require
+from rl_parity.manifest import check_manifest, read_config
 from rl_parity.models import hf_config, spec_of
-from rl_parity.rundir import COUNTS, SUMMARY, RunDirectory, StepSamples, summarize
+from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, StepSamples, summarize
 from rl_parity.vocabulary import FolderTokenizer
 from vime_sync import Manifest, StepLedger
 from vime_sync.layout import ModelShape
@@ -31,6 +32,7 @@ def whole(run: RunDirectory, *, model: bool = True) -> None:
         model: also read the run's copy of a built-in model.
     """
     manifest = run.manifest()
+    read_config(run.root / MANIFEST, manifest)
     for arm in _asked(manifest):
         if (run.root / arm).is_dir():
             records = _records(run, arm, manifest)
@@ -50,6 +52,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
         ContractError: a file is missing or damaged, or two of them contradict each other; it is named.
     """
     manifest = run.manifest()
+    check_manifest(run.root / MANIFEST, manifest)
     whole(run, model=model)
     stored = run.summary()["arms"] if (run.root / SUMMARY).is_file() else {}
     out: dict[str, Any] = {}
