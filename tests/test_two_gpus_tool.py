@@ -87,7 +87,7 @@ def test_bad_input_starts_and_writes_nothing(tmp_path, arguments, names):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["{", "[]", ""])
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"meta": []}', '{"parity": 1}'])
 def test_bad_input_a_file_of_something_else_stays_as_it_is(tmp_path, text):
     held = tmp_path / "x.json"
     held.write_text(text)
