@@ -74,6 +74,16 @@ def test_a_file_that_is_no_plan_is_refused_and_named(tmp_path, package, content)
         own.shipped("sm90")
 
 
+def test_a_file_that_is_not_there_is_refused_and_named(tmp_path, package):
+    own = PlanFiles(package, Plans.from_dict)
+    with pytest.raises(ContractError, match=r"absent\.json cannot be read: .*supported: a plan file of planned"):
+        own.read(tmp_path / "absent.json")
+    with pytest.raises(ContractError, match=r"cannot be read: .*supported: a plan file of planned"):
+        own.read(str(tmp_path))
+    with pytest.raises(ContractError, match="got plan file None; supported: a path"):
+        own.read(None)
+
+
 @dataclass(frozen=True)
 class Row:
     use: str
@@ -85,7 +95,7 @@ def test_every_field_of_a_row_has_its_type():
     assert build(Row, {"use": "leaf", "m": 2**62, "swap": True}, (), "f: row") == Row("leaf", 2**62, True)
     with pytest.raises(ContractError, match="f: row: lacks 'm'; use=1, supported: a word; swap='zzz', supported: true"):
         build(Row, {"use": 1, "swap": "zzz"}, (), "f: row")
-    for m in (1.5, -1, True, "1", None):
+    for m in (1.5, -1, 2**62 + 1, True, "1", None):
         with pytest.raises(ContractError, match=f"m={m!r}, supported: a whole number"):
             build(Row, {"use": "leaf", "m": m}, (), "f: row")
     with pytest.raises(ContractError, match="f: row is"):

@@ -24,6 +24,11 @@ def small():
     return {"arch": "sm90", "kernels": {leaf.name: leaf.to_dict()}, "rows": rows, "certificates": []}
 
 
+def certificate(**change):
+    claim = {"operation": "forward", "n": 8, "k": 16, "m_min": 1, "m_max": 8} | change
+    return {"library": "l", "environment": {"torch": "2.11"}, "claims": [claim]}
+
+
 def test_every_arch_has_a_file():
     assert {name.removesuffix(".json") for name in SHIPPED} == set(MATRIX_STEP)
 
@@ -83,6 +88,13 @@ def test_malformed_files_are_rejected():
         (lambda d: d["rows"][0].pop("m"), "lacks 'm'"),
         (lambda d: next(iter(d["kernels"].values())).update(swap="zzz"), "swap='zzz', supported: true or false"),
         (lambda d: next(iter(d["kernels"].values())).pop("warps"), "lacks 'warps'"),
+        (lambda d: next(iter(d["kernels"].values())).update(stages=10**20), "stages=1.*, supported: a whole number"),
+        (lambda d: next(iter(d["kernels"].values())).update(stages=65), "stages=65, supported: at most 64"),
+        (lambda d: d.update(certificates=[certificate(operation="x")]), "claim .*operation, supported: .'forward'"),
+        (lambda d: d.update(certificates=[certificate(m_min=9, m_max=8)]), "supported: .* 1 <= m_min <= m_max"),
+        (lambda d: d.update(certificates=[certificate(n=0)]), "supported: n and k from 1"),
+        (lambda d: d.update(certificates=[certificate() | {"environment": {}}]), "environment={}, supported"),
+        (lambda d: d.update(certificates=[certificate() | {"environment": {"torch": 2}}]), "environment=.*, supported"),
         (lambda d: d.update(rows={}), "rows={}, supported: a list"),
         (lambda d: d.update(certificates=[{"library": "l"}]), "certificate: lacks 'claims'; lacks 'environment'"),
         (lambda d: d.clear(), "lacks 'arch'; lacks 'kernels'; lacks 'rows'"),

@@ -53,6 +53,8 @@ def test_broken_plans_are_refused():
     assert "unknown fields" in broken(lambda s: s.update(more=1))
     assert "arch='sm9O', supported" in broken(lambda s: s.update(arch="sm9O"))
     assert "tokens=1.5, supported: a whole number" in broken(lambda s: s["rows"][0].update(tokens=1.5))
+    assert "stages=65, supported: at most 64" in broken(lambda s: next(iter(s["kernels"].values())).update(stages=65))
+    assert "supported: a whole number" in broken(lambda s: next(iter(s["kernels"].values())).update(stages=10**20))
     assert "lacks 'use'" in broken(lambda s: s["rows"][0].pop("use"))
     assert "rows='all', supported: a list" in broken(lambda s: s.update(rows="all"))
     assert "lacks 'arch'; lacks 'kernels'; lacks 'rows'" in broken(lambda s: s.clear())

@@ -1,6 +1,7 @@
 """Megatron <-> Hugging Face <-> vLLM are permutations: every byte comes back, nothing is guessed or skipped."""
 
 import hashlib
+import re
 
 import pytest
 import torch
@@ -300,7 +301,18 @@ def test_shape_refuses_what_it_does_not_cover_by_name(change, named):
         shape_of(**change)
 
 
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"])
+def test_shape_takes_no_word_and_no_number_for_a_truth_value(key):
+    for value in ("false", "true", "no", 0, 1, [False]):
+        with pytest.raises(ContractError, match=re.escape(f"{key}={value!r}, supported: true or false")):
+            shape_of(**{key: value})
+    assert shape_of(**{key: None}) == shape_of(**{key: False})
+
+
 def test_shape_refuses_sizes_that_do_not_fit():
+    for eps in (1e-60, 1e39, 10**400, 0, "1e-6"):
+        with pytest.raises(ContractError, match=r"rms_norm_eps=.*, supported: a positive number that fp32 holds"):
+            shape_of(rms_norm_eps=eps)
     with pytest.raises(ContractError, match="lacks vocab_size"):
         shape_of(vocab_size=None)
     with pytest.raises(ContractError, match="do not divide"):

@@ -241,6 +241,9 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path):
 def test_a_loan_of_a_device_that_is_not_there_is_refused():
     with pytest.raises(MissingSupport, match=r"meta.*write files"):
         Loan("meta")
+    for device in ("foo", "cuda:-1", "cuda:x", None, 1.5):
+        with pytest.raises(ContractError, match=r"Loan got device=.*; supported: 'cpu'"):
+            Loan(device)
     with pytest.raises(MissingSupport, match=r"CUDA devices; lend memory of the host with Loan\('cpu'\)"):
         Loan(f"cuda:{torch.cuda.device_count()}")
 

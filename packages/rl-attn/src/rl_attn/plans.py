@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_contract import ContractError
-from rl_contract.plans import PlanFiles, build, check_fields, refuse_fields
+from rl_contract.plans import PlanFiles, build, check_fields, limit_problems, refuse_fields
 from rl_contract.profile import ARCHS
 
 GENERIC = "generic"
 KERNELS = ("forward", "paged", "segments", "fold", "grad_queries", "grad_keys")
+MAX_HEAD_DIM = 256
 FORBIDDEN = (
     "key_tile", "segment", "kpack", "matrix_instr_nonkdim", "input_precision", "allow_tf32", "max_num_imprecise_acc",
     "enable_fp_fusion", "fp_fusion", "acc_dtype", "num_splits",
@@ -56,6 +57,16 @@ class Row:
             problems.append("blocks below 16 do not fill the matrix unit")
         if self.warps < 1 or self.stages < 1:
             problems.append("warps and stages start at 1")
+        needed = {"fold": (), "grad_queries": ("block_m", "block_n"), "grad_keys": ("block_m", "block_n")}
+        needed |= {"segments": ("block_m", "programs")}
+        if self.kernel == "fold" and not self.specialised:
+            needed |= {"fold": ("unroll",)}
+        problems += [
+            f"{name}=0, supported for kernel={self.kernel}: from 1"
+            for name in ("head_dim", *needed.get(self.kernel, ("block_m",)))
+            if not getattr(self, name)
+        ]
+        problems += limit_problems(self)
         if problems:
             raise ContractError(f"plan {self}: " + "; ".join(problems))
 
@@ -87,7 +98,8 @@ class Plans:
         """Check and build.
 
         Raises:
-            ContractError: an unknown or forbidden field, one that is missing or of another type.
+            ContractError: an unknown or forbidden field, one that is missing or of another type, or a kernel without
+                a row for every call.
         """
         types = {"arch": str, "rows": list}
         if isinstance(data, Mapping):
@@ -97,6 +109,13 @@ class Plans:
         if data["arch"] not in supported:
             raise ContractError(f"{where}: arch={data['arch']!r}, supported: {supported}")
         rows = tuple(build(Row, row, FORBIDDEN, f"{where}: row {row}") for row in data["rows"])
+        for kernel in KERNELS:
+            # the widest head that rl-attn takes, any number of rows, and nothing that a call must allow
+            last = (r.kernel == kernel and r.head_dim >= MAX_HEAD_DIM and not (r.rows or r.specialised) for r in rows)
+            if not any(last):
+                raise ContractError(
+                    f"{where}: {kernel} needs a row for every call: head_dim={MAX_HEAD_DIM}, rows=0, not specialised"
+                )
         return cls(arch=data["arch"], rows=rows)
 
 

@@ -21,7 +21,20 @@ class _HasArch(Protocol):
 
 P = TypeVar("P", bound=_HasArch)
 R = TypeVar("R")
-_WORDS = {int: "a whole number from 0", bool: "true or false", str: "a word", Mapping: "an object", list: "a list"}
+# a row of any size says 2**62
+MOST = 2**62
+# beyond these no GPU launches anything
+_LIMITS = {
+    "block_m": 1024, "block_n": 1024, "block_k": 1024, "warps": 32, "stages": 64, "group_m": 1024, "per_sm": 64,
+    "parts": 64, "slices": 64, "programs": 64, "unroll": 64, "max_registers": 255,
+}  # fmt: skip
+_WORDS = {
+    int: "a whole number from 0 to 2**62",
+    bool: "true or false",
+    str: "a word",
+    Mapping: "an object",
+    list: "a list",
+}
 
 
 def refuse_fields(given: Collection[str], known: Collection[str], forbidden: Collection[str], where: str) -> None:
@@ -39,18 +52,27 @@ def refuse_fields(given: Collection[str], known: Collection[str], forbidden: Col
 def check_fields(data: Any, types: Mapping[str, Any], needed: Collection[str], where: str) -> None:
     """Raises ContractError naming every field of ``needed`` that ``data`` lacks and every one of another type.
 
-    Types: ``int`` (from 0), ``bool``, ``str``, ``Mapping`` or ``list``.
+    Types: ``int`` (0 to 2**62), ``bool``, ``str``, ``Mapping`` or ``list``.
     """
     if not isinstance(data, Mapping):
         raise ContractError(f"{where} is {str(data)[:40]!r}; supported: an object with {sorted(types)}")
     problems = [f"lacks {name!r}" for name in sorted(needed) if name not in data]
     for name, kind in types.items():
         value = data.get(name)
-        fits = isinstance(value, kind) and (kind is not int or (not isinstance(value, bool) and value >= 0))
+        fits = isinstance(value, kind) and (kind is not int or (not isinstance(value, bool) and 0 <= value <= MOST))
         if name in data and not fits:
             problems.append(f"{name}={value!r}, supported: {_WORDS[kind]}")
     if problems:
         raise ContractError(f"{where}: " + "; ".join(problems) + "; mend the file")
+
+
+def limit_problems(record: Any) -> list[str]:
+    """One line for every number of a launch shape that no GPU can launch."""
+    return [
+        f"{name}={getattr(record, name)!r}, supported: at most {most}"
+        for name, most in _LIMITS.items()
+        if getattr(record, name, 0) > most
+    ]
 
 
 def build(record: type[R], data: Any, forbidden: Collection[str], where: str) -> R:
@@ -60,7 +82,10 @@ def build(record: type[R], data: Any, forbidden: Collection[str], where: str) ->
     if isinstance(data, Mapping):
         refuse_fields(data, known, forbidden, where)
     check_fields(data, known, needed, where)
-    return record(**data)
+    try:
+        return record(**data)
+    except ContractError as error:
+        raise ContractError(f"{where}: {error}") from error
 
 
 class PlanFiles(Generic[P]):
@@ -78,18 +103,22 @@ class PlanFiles(Generic[P]):
         # plans put in place of shipped ones in this process, by architecture
         self.own: dict[str, P] = {}
 
-    def read(self, path: Path) -> P:
+    def read(self, path: str | Path) -> P:
         """The plans in the file ``path``.
 
         Raises:
-            ContractError: no JSON object in UTF-8, or not a valid plan; names the file.
+            ContractError: no file that can be read, no JSON object in UTF-8, or not a valid plan; names the file.
         """
+        if not isinstance(path, (str, Path)):
+            raise ContractError(f"{self._package} got plan file {path!r}; supported: a path")
         return self._load(Path(path))
 
     def _load(self, path: Path | Traversable) -> P:
         remedy = f"supported: a plan file of {self._package}, a JSON object as in its folder plans; write it again"
         try:
             data = json.loads(path.read_bytes().decode())
+        except OSError as error:
+            raise ContractError(f"{path} cannot be read: {error}; {remedy}") from error
         except (ValueError, RecursionError) as error:
             raise ContractError(f"{path} holds no JSON: {error}; {remedy}") from error
         if not isinstance(data, dict):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rl_contract import ContractError
-from rl_contract.plans import PlanFiles, build, check_fields, refuse_fields
+from rl_contract.plans import PlanFiles, build, check_fields, limit_problems, refuse_fields
 from rl_gemm.contract import MATRIX_STEP
 
 OPERATIONS = ("forward", "grad_input", "grad_weight")
@@ -72,6 +72,7 @@ class Kernel:
             False,
         ):
             problems.append("kind=hopper has one shape: 128x128x64, 8 warps")
+        problems += limit_problems(self)
         if problems:
             raise ContractError(f"plan kernel {self}: " + "; ".join(problems))
 
@@ -222,6 +223,17 @@ def _certificate(data: Any, where: str) -> Certificate:
     check_fields(data, types, types, where)
     refuse_fields(data, types, FORBIDDEN, where)
     claims = tuple(build(Claim, claim, FORBIDDEN, f"{where}: claim {claim}") for claim in data["claims"])
+    for claim in claims:
+        if claim.operation not in OPERATIONS:
+            raise ContractError(f"{where}: claim {vars(claim)}: operation, supported: {OPERATIONS}")
+        if not 1 <= claim.m_min <= claim.m_max or not (claim.n and claim.k):
+            raise ContractError(f"{where}: claim {vars(claim)}: supported: n and k from 1, and 1 <= m_min <= m_max")
+    environment = data["environment"]
+    if not environment or not all(isinstance(value, str) for value in environment.values()):
+        raise ContractError(
+            f"{where}: environment={dict(environment)}, supported: the words by which tools/certify names a machine "
+            "and its versions; certify again"
+        )
     return Certificate(library=data["library"], environment=data["environment"], claims=claims)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_contract import ContractError
-from rl_contract.plans import PlanFiles, build, check_fields, refuse_fields
+from rl_contract.plans import PlanFiles, build, check_fields, limit_problems, refuse_fields
 from rl_logprob.contract import GPU_ARCHS
 
 OPERATIONS = ("stats", "gradient")
@@ -54,6 +54,7 @@ class Kernel:
             problems.append(f"a block holds 16 to {MAX_BLOCK_M} rows, at least 16 k and one tile of 128 ids")
         if self.stages < 1 or self.group_m < 1 or self.per_sm < 1:
             problems.append("stages, group_m and per_sm start at 1")
+        problems += limit_problems(self)
         if problems:
             raise ContractError(f"plan kernel {self}: " + "; ".join(problems))
 

@@ -35,11 +35,15 @@ class Loan(Mapping[str, torch.Tensor]):
         folder: for ``cpu``, where the file is made (``/dev/shm``).
 
     Raises:
+        ContractError: what names no device.
         MissingSupport: another kind of device, or a CUDA device that this process does not have.
     """
 
     def __init__(self, device: torch.device | str, folder: str | os.PathLike[str] = "/dev/shm") -> None:
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ContractError(f"Loan got device={device!r}; supported: 'cpu', or a CUDA device, 'cuda:0'") from error
         if self.device.type not in ("cpu", "cuda"):
             raise MissingSupport(f"memory of {self.device} cannot be lent; supported: cpu, cuda; write files instead")
         if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():

@@ -60,7 +60,7 @@ def rope_problems(config: Mapping[str, Any]) -> list[str]:
 
 def finite_above(value: object, floor: float) -> bool:
     """A number, neither bool nor infinite, above ``floor``."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and floor < value and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and floor < value < math.inf
 
 
 def _inside(config: Mapping[str, Any], place: str, rule: Mapping[str, Any]) -> list[str]:

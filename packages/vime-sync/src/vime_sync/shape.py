@@ -14,6 +14,7 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": (True, False),
 }
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_FLAGS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias")
 _ARCHITECTURE_OF_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -43,6 +44,8 @@ class ModelShape:
             ContractError: a size is missing or inconsistent, or entries contradict each other.
         """
         architecture = _architecture(config)
+        if problems := _flag_problems(config):
+            raise ContractError(f"the model config has {'; '.join(problems)}")
         _refuse_features(config, architecture)
         qk_norm, qkv_bias = _ARCHITECTURES[architecture]
         missing = [key for key in _SIZES if config.get(key) is None]
@@ -178,12 +181,23 @@ def value_problems(config: Mapping[str, Any]) -> list[str]:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             found.append(f"{key}={value!r}, supported: a positive integer; correct config.json")
-    if "rms_norm_eps" in config and not finite_above(config["rms_norm_eps"], 0):
-        found.append(f"rms_norm_eps={config['rms_norm_eps']!r}, supported: a positive number; correct config.json")
+    eps: Any = config.get("rms_norm_eps")
+    # kernels take it in fp32
+    if "rms_norm_eps" in config and not (finite_above(eps, 0) and 2.0**-126 <= eps < 2.0**128):
+        found.append(f"rms_norm_eps={eps!r}, supported: a positive number that fp32 holds; correct config.json")
     layers = config.get("layer_types")
     if layers is not None and not (isinstance(layers, (list, tuple)) and all(isinstance(x, str) for x in layers)):
         found.append(f"layer_types={layers!r}, supported: a list of names or null; correct config.json")
-    return found + rope_problems(config)
+    return found + _flag_problems(config) + rope_problems(config)
+
+
+def _flag_problems(config: Mapping[str, Any]) -> list[str]:
+    # the word "false" counts as true where a truth value is read
+    return [
+        f"{key}={config[key]!r}, supported: true or false; correct config.json"
+        for key in _FLAGS
+        if not isinstance(config.get(key), (bool, type(None)))
+    ]
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

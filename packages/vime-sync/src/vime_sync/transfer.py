@@ -41,7 +41,8 @@ def write_weights(
     """Write the tensors of ``manifest`` into the new directory ``directory`` and return its path.
 
     Files are written and flushed in a hidden sibling which is renamed at the end, so that no reader ever sees a part.
-    Tensors come over to the host one file (``max_file_bytes``) at a time.
+    Tensors come over to the host one file (``max_file_bytes``) at a time. They are not digested again: bytes that
+    differ from the manifest's are written, and refused by ``read_weights`` and ``Publisher.publish``.
 
     Raises:
         ContractError: the directory exists; the version carries another digest than the manifest; a tensor is missing,
