@@ -1,6 +1,7 @@
 """Where tensors lie, told from shapes, strides and pointers: no value is looked at, so nothing waits for a GPU."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 
@@ -36,12 +37,22 @@ def distinct(dims: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def interleaved(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether ``x`` and ``y``, of one shape, share no element: apart, or views that differ by an offset alone."""
-    if not overlap(x, y):
+@lru_cache(maxsize=1024)
+def apart(shape: tuple[int, ...], size: int, x: int, x_strides: tuple[int, ...], y: int, y_strides: tuple[int, ...]
+) -> bool:  # fmt: skip
+    """Whether all elements of two tensors have places of their own; an engine asks the same at every step.
+
+    Args:
+        shape: of both. size: bytes of an element. x, y: addresses of their first elements.
+    """
+    dims = list(zip(shape, x_strides, strict=True)), list(zip(shape, y_strides, strict=True))
+    if 0 in shape:
         return True
-    apart = abs(x.data_ptr() - y.data_ptr())
-    if x.stride() != y.stride() or apart % x.element_size():
+    if not all(map(distinct, dims)):
         return False
-    dims = zip((2, *x.shape), (apart // x.element_size(), *x.stride()), strict=True)
-    return distinct(dims)
+    behind = [first + (1 + sum((n - 1) * s for n, s in d)) * size for first, d in zip((x, y), dims, strict=True)]
+    if behind[0] <= y or behind[1] <= x:
+        return True
+    # views that lie between one another: of one layout, and an offset apart that is one more dimension of it
+    offset = abs(x - y)
+    return x_strides == y_strides and offset % size == 0 and distinct([(2, offset // size), *dims[0]])

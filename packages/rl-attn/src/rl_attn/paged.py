@@ -38,8 +38,7 @@ class PagedKV:
             )
         if not memory.known() or k.is_meta:
             return
-        own = all(memory.distinct(zip(x.shape, x.stride(), strict=True)) for x in (k, v))
-        if not own or not memory.interleaved(k, v):
+        if not memory.apart(k.shape, k.element_size(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride()):
             raise ContractError(
                 f"PagedKV got k {tuple(k.shape)} with strides {k.stride()} and v with {v.stride()}, in which elements "
                 "share memory; supported: a place of its own for every element of both, make the cache with torch.empty"
