@@ -193,6 +193,17 @@ def test_a_cache_whose_elements_share_memory_is_refused():
         rl_attn.PagedKV(k, v)
 
 
+def test_tensors_without_memory_lie_nowhere():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        cache = rl_attn.PagedKV.from_vllm_cpu(torch.zeros(4, 2, 16, 32), num_kv_heads=2, head_dim=16)
+        x = torch.zeros(3, 2, 16)
+        cache.refuse_overlap("write_paged", k=x, v=x)
+    k, v = (torch.zeros(4, 2, 16, 16, device="meta") for _ in range(2))
+    rl_attn.PagedKV(k, v).refuse_overlap("write_paged", k=k[0].transpose(0, 1))
+
+
 def test_write_refuses_views_of_the_cache_and_writes_nothing():
     keys = torch.arange(4.0 * 2 * 16 * 32).reshape(4, 2, 16, 32)
     cache, before = rl_attn.PagedKV.from_vllm_cpu(keys, num_kv_heads=2, head_dim=16), keys.clone()

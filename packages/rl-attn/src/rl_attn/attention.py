@@ -219,7 +219,7 @@ def _require_out(where: str, q: torch.Tensor, cache: PagedKV, out: torch.Tensor)
             "of its own for every element, make it with torch.empty"
         )
     cache.refuse_overlap(where, out=out)
-    if memory.known() and memory.overlap(out, q):
+    if memory.known(out) and memory.overlap(out, q):
         raise ContractError(f"{where} got out in the memory of q, which is read meanwhile; pass a buffer of its own")
     if out.requires_grad and torch.is_grad_enabled():
         raise ContractError(f"{where} has no gradient, and out requires one; detach it")

@@ -6,9 +6,9 @@ from functools import lru_cache
 import torch
 
 
-def known() -> bool:
-    """Whether there are pointers to compare: not while a compiler traces."""
-    return not torch.compiler.is_compiling()
+def known(x: torch.Tensor) -> bool:
+    """Whether ``x`` has a pointer to compare: no tensor that a compiler traces with has one, nor one on meta."""
+    return type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
 
 
 def reach(x: torch.Tensor) -> tuple[int, int]:

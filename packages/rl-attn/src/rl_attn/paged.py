@@ -36,7 +36,7 @@ class PagedKV:
             raise ContractError(
                 f"PagedKV got strides {k.stride()} and {v.stride()}; head_dim must have stride 1, permute the view"
             )
-        if not memory.known() or k.is_meta:
+        if not (memory.known(k) and memory.known(v)):
             return
         if not memory.apart(k.shape, k.element_size(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride()):
             raise ContractError(
@@ -46,7 +46,7 @@ class PagedKV:
 
     def refuse_overlap(self, where: str, **tensors: torch.Tensor) -> None:
         """Raises ContractError naming the first of ``tensors`` that lies in the memory of the cache."""
-        if not memory.known():
+        if not memory.known(self.k):
             return
         for name, x in tensors.items():
             if memory.overlap(x, self.k) or memory.overlap(x, self.v):
