@@ -96,7 +96,7 @@ def write_run(
                 "weight_digest": f"{seed:02d}{step:062x}",
                 **v.record(),
                 "forward_mismatch_count": again.mismatch_count,
-                "reward": 0.1 + 0.1 * step,
+                "reward": float(s.reward.mean(dtype=np.float64)),
                 "loss": 0.3 - 0.05 * step,
                 "kl_reference": 0.001 * step,
                 "clip_fraction": 0.0,

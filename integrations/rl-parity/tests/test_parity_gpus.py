@@ -346,3 +346,14 @@ def test_engines_that_hold_other_bytes_by_sha256_end_the_run(tmp_path, machine, 
     parity_workers.FAULTS.add("proof")
     assert run(tmp_path)[0] == 3
     assert "another sha256: rank 0 model.norm.weight (other bytes)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [("0,,1", "'' is no index"), ("a", "'a' is no"), ("-1", "'-1' is no"), ("0,0", "twice")]
+)
+def test_odd_indices_are_listed_without_any_gpu(given, named):
+    from rl_parity.config import RunConfig
+    from rl_parity.preflight_options import options
+
+    assert any(named in line for line in options(RunConfig(device="cuda", gpus=given)))
+    assert not any("--gpus" in line for line in options(RunConfig(device="cuda", gpus="0,1")))

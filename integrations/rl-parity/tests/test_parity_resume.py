@@ -10,7 +10,7 @@ import torch
 
 from rl_contract import ContractError
 from rl_parity import cli, loop, preflight, runner, state
-from rl_parity.rundir import RunDirectory
+from rl_parity.rundir import RunDirectory, StepSamples
 from vime_sync import StepLedger
 
 pytest.importorskip("vllm")
@@ -91,7 +91,9 @@ def test_a_run_whose_time_is_over_saves_its_state_and_goes_on(tmp_path, capsys, 
     assert cli.main(["compare", str(whole), str(parts)]) == 0
 
 
-def test_a_run_whose_time_is_over_says_when_it_saved_nothing(tmp_path, capsys):
+def test_a_run_whose_time_is_over_says_when_it_saved_nothing(tmp_path, capsys, monkeypatch):
+    # and starts no worker for it
+    monkeypatch.setattr("rl_parity.fleet.make_launcher", lambda kind, logs: pytest.fail("workers were started"))
     assert start(tmp_path / "out", "--steps", "2", "--limit", "1e-300") == 130
     assert "0 of 2 steps of the strict arm are done; no state was saved" in capsys.readouterr().err
     assert start(tmp_path / "no", "--steps", "2", "--limit", "-1") == 2
@@ -286,3 +288,45 @@ def test_state_of_a_rank_comes_back_whole(tmp_path):
         state.read_rank(tmp_path, 2, digest)
     with pytest.raises(ContractError, match="slash"):
         state.write_rank(tmp_path, 0, {"a/b": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("name", ["loss", "reward", "grad_norm", "max_abs_diff", "rewards of samples", "both rewards"])
+def test_an_edited_figure_of_a_step_is_refused_by_report_and_resume(tmp_path, capsys, name):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "2", "--save-every", "1", "--reward", "even") == 0
+    assert cli.main(["report", str(out)]) == 0
+    directory = RunDirectory(out)
+    records, path = directory.steps("strict"), directory.samples_path("strict", 1)
+    if "rewards" in name:
+        held = StepSamples.load(path)
+        held.reward[0] += 0.5
+        held.save(path)
+        records[1]["reward"] += 0.125 if name == "both rewards" else 0
+    else:
+        records[1][name] = (records[1][name] or 0.0) + 0.25
+    (out / "strict" / "steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    before = contents(out)
+    for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "3"]):
+        assert cli.main(command) == 2
+        assert "reward" in capsys.readouterr().err or "rewards" not in name
+    assert contents(out) == before
+
+
+def test_old_ledgers_without_digests_of_records_go_on_and_a_lost_line_is_missed(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "2", "--save-every", "1") == 0
+    path = out / "strict" / "ledger.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"record"' not in line[:20]))
+    assert cli.main(["report", str(out)]) == 0
+    assert resume(out, "--steps", "4") == 0
+    assert cli.main(["report", str(out)]) == 0
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"record","step":2' not in line]
+    assert len(kept) == len(lines) - 1
+    first = [line for line in lines if '"record"' in line[:20]]
+    assert len(first) == 2
+    path.write_text("".join(line for line in lines if line != first[1]))
+    capsys.readouterr()
+    assert resume(out, "--steps", "5") == 2
+    assert "lacks the digests of step 3" in capsys.readouterr().err

@@ -408,3 +408,18 @@ def test_a_damaged_line_is_named_whatever_the_damage(line, tmp_path):
     path.write_bytes(whole)
     StepLedger(path, run_id="run").close()
     refused(lambda: StepLedger(tmp_path, run_id="run"), "cannot be opened")
+
+
+def test_digests_of_a_step_are_kept_once_and_only_for_the_step_that_consumed_last(tmp_path):
+    digests = {"record": "ab" * 32, "samples": "cd" * 32}
+    with StepLedger(tmp_path / "ledger.jsonl", run_id="run") as ledger:
+        refused(lambda: ledger.record(0, digests), "step 0 cannot be recorded")
+        train(ledger, 2)
+        refused(lambda: ledger.record(0, digests), "step 0 cannot be recorded")
+        refused(lambda: ledger.record(1, {"record": "ab"}), "give a sha256 of 64 digits")
+        ledger.record(1, digests)
+        refused(lambda: ledger.record(1, digests), "step 1 cannot be recorded")
+        train(ledger, 1, first=2)
+    with StepLedger(tmp_path / "ledger.jsonl", run_id="run") as again:
+        assert again.recorded == {1: digests}
+        assert again.check_run(3)["steps"] == 3

@@ -107,6 +107,17 @@ def visible(gpus: str = "") -> list[Gpu]:
     return out
 
 
+def misspelled(asked: str) -> str | None:
+    """What is wrong with ``--gpus`` whatever GPUs there are, or None."""
+    parts = [part.strip() for part in asked.split(",")] if asked else []
+    for part in parts:
+        if not is_count(part) and not part.startswith("GPU-"):
+            return f"--gpus {asked!r}: {part!r} is no index; give e.g. 0,1"
+        if parts.count(part) > 1:
+            return f"--gpus {asked!r} names GPU {part} twice; give each once"
+    return None
+
+
 def choose_device(asked: str) -> str:
     """``auto`` as ``cuda`` where a CUDA build of torch sees a GPU, else ``cpu``."""
     if asked != "auto":

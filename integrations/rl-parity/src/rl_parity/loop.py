@@ -19,7 +19,7 @@ from rl_parity.fleet import Fleet
 from rl_parity.placement import Placement
 from rl_parity.progress import Progress
 from rl_parity.pushes import Pushes, weights_folder
-from rl_parity.rundir import RunDirectory, StepSamples, is_equal
+from rl_parity.rundir import RunDirectory, StepSamples, is_equal, record_digests
 from rl_parity.state import Saved
 from rl_parity.vocabulary import FolderTokenizer, NoText
 from vime_sync import PolicyVersion, Publisher, StepLedger
@@ -72,6 +72,9 @@ class Arm:
             WorkerFailure, PublishError: an engine, a trainer rank or a push failed.
             LimitReached: the time of this sitting is over.
         """
+        if time.monotonic() >= self.deadline:
+            # workers take longer to start than to be told that there is nothing to do
+            raise LimitReached(self._so_far(len(self.records)))
         logs = self.directory.root / self.name / "logs"
         progress = Progress(self.name, self.config.steps, done=self.records)
         try:
@@ -197,7 +200,7 @@ class Arm:
             "trainers": fleet.all(fleet.trainers, "memory"),
             "engines": [report.get("memory", {}) for report in reports],
         }
-        return {
+        record = {
             "step": step,
             "weight_version": pushed["version"],
             "weight_digest": pushed["digest"],
@@ -215,6 +218,9 @@ class Arm:
             "seconds": clock.seconds,
             **({"memory": memory} if any(memory["trainers"]) else {}),
         }
+        if trained is not None:
+            ledger.record(step, record_digests(record, samples))
+        return record
 
     def _restore(self, fleet: Fleet, saved: Saved) -> None:
         """Give every trainer rank the state it saved, once its model has shown to be the one that the run began with.

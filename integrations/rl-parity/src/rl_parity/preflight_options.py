@@ -15,6 +15,7 @@ from rl_parity.config import (
     TRANSPORTS,
     RunConfig,
 )
+from rl_parity.gpus import misspelled
 from rl_parity.random_models import PREFIX as RANDOM_MODELS
 
 # below it vLLM samples at this temperature instead of the given one
@@ -56,6 +57,8 @@ def options(c: RunConfig) -> Iterator[str]:
             f"--gpu-memory-utilization {c.gpu_memory_utilization}: must be from 0.05 to 0.95, or 0 for what the "
             "trainer leaves"
         )
+    if c.device == "cuda" and (problem := misspelled(c.gpus)):
+        yield problem
     if c.device == "cpu":
         neutral = RunConfig()
         for name in ("gpus", "placement", "gpu_memory_utilization", "sleep", "attention"):

@@ -144,7 +144,8 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
         if digest != point.saved.digest:
             raise ContractError(
                 f"{where} has weights {str(digest)[:12]} at step {point.step}, "
-                f"{point.saved.folder / state.DESCRIPTION} {point.saved.digest[:12]}; restore the file, or resume from another copy of the run directory"
+                f"{point.saved.folder / state.DESCRIPTION} {point.saved.digest[:12]}; restore the file, "
+                "or resume from another copy of the run directory"
             )
 
 

@@ -1,5 +1,6 @@
 """The files of a run directory: who writes them, who reads them, and that one directory holds one run."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -71,6 +72,14 @@ class StepSamples:
     absent: np.ndarray
     reward: np.ndarray
 
+    def digest(self) -> str:
+        """sha256 over every array."""
+        found = hashlib.sha256()
+        for name, array in self.__dict__.items():
+            found.update(f"{name} {array.dtype} {array.size}\n".encode())
+            found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()
+
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, **self.__dict__)
@@ -95,7 +104,7 @@ class StepSamples:
         wrong = cls._wrong(arrays)
         if wrong:
             raise ContractError(f"{path}: {wrong}; {REPAIR}")
-        return cls(**arrays)
+        return cls(**{f.name: arrays[f.name] for f in fields(cls)})
 
     @classmethod
     def _wrong(cls, arrays: Mapping[str, np.ndarray]) -> str | None:
@@ -134,6 +143,11 @@ class StepSamples:
             sample, position = self.locate(flat)
             return f"sample {sample}, position {position}"
         return f"sample {flat}"
+
+
+def record_digests(record: Mapping[str, Any], samples: StepSamples) -> dict[str, str]:
+    """What the ledger keeps of a step: sha256 of its record as ``steps.jsonl`` has it, and of its samples."""
+    return {"record": hashlib.sha256(json.dumps(record).encode()).hexdigest(), "samples": samples.digest()}
 
 
 class RunDirectory:

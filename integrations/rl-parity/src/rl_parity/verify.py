@@ -14,7 +14,8 @@ from rl_parity.checks import compare_logprobs
 from rl_parity.jsonfile import REPAIR, read_list, read_object, read_text, require
 from rl_parity.manifest import check_manifest, read_config
 from rl_parity.models import hf_config, spec_of
-from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, StepSamples, summarize
+from rl_parity.rewards import Rewards
+from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, StepSamples, record_digests, summarize
 from rl_parity.vocabulary import FolderTokenizer
 from vime_sync import Manifest, StepLedger
 from vime_sync.layout import ModelShape
@@ -112,24 +113,28 @@ def arm_files(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> None:
 
 
 def samples(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ContractError where the samples of a step are missing, damaged, or not those that its record counts."""
+    """Raise ContractError where the samples of a step are missing, damaged, or not those that its record tells of."""
+    rewards = Rewards(run)
     for record in records:
         step = record["step"]
         path = run.samples_path(arm, step)
         held = StepSamples.load(path)
-        counts = {"tokens": int(held.tokens.size), "absent_count": int(held.absent.sum())}
+        counts: dict[str, Any] = {"tokens": int(held.tokens.size), "absent_count": int(held.absent.sum())}
         if not record.get("not_compared"):
             one, _ = compare_logprobs(held, held.rollout, held.train, step, ("rollout", "train"))
             counts |= {
                 "valid_count": one.valid_count,
                 "mismatch_count": one.mismatch_count,
                 "nonfinite_count": one.nonfinite_count,
+                "max_abs_diff": one.max_abs_diff,
             }
             if record.get("loss") is not None:
                 two, _ = compare_logprobs(held, held.train, held.forward, step, ("scoring", "training forward"))
                 counts["forward_mismatch_count"] = two.mismatch_count
+        rewards.check(path, held, record, run.root / arm / "steps.jsonl")
         for key, count in counts.items():
-            if record.get(key) != count:
+            # a largest difference that is no number says so twice
+            if record.get(key) != count and repr(record.get(key)) != repr(count):
                 raise ContractError(
                     f"{path} has {key} {count}, the record of step {step} in {run.root / arm / 'steps.jsonl'} "
                     f"says {record.get(key)}; {REPAIR}"
@@ -148,7 +153,8 @@ def ledger(
 
     Args:
         records: steps that it must hold, those of them that were trained.
-        deep: also compare the digests of weights with the records, and of tokens with the samples.
+        deep: also compare the digests of weights with the records, of tokens with the samples, and those of
+            both as they were written.
 
     Raises:
         ContractError: it is of another run, breaks a rule, or lacks a step.
@@ -176,6 +182,14 @@ def ledger(
                 f"{path.with_name('steps.jsonl')} {str(digest)[:12]}; {REPAIR}"
             )
         _tokens(path, held, step, run.samples_path(arm, step))
+        if step in held.recorded:
+            where = run.samples_path(arm, step)
+            found = record_digests(record, StepSamples.load(where))
+            for name, file in (("record", path.with_name("steps.jsonl")), ("samples", where)):
+                if held.recorded[step].get(name) != found[name]:
+                    raise ContractError(f"{file} has another {name} of step {step} than {path} says; {REPAIR}")
+        elif held.recorded and min(held.recorded) < step and (record is not trained[-1] or step < len(held.steps) - 1):
+            raise ContractError(f"{path} lacks the digests of step {step}, which it has of other steps; {REPAIR}")
 
 
 def _tokens(path: Path, held: StepLedger, step: int, where: Path) -> None:

@@ -111,6 +111,16 @@ class StepLedger(Timeline):
         self._commit(event)
         return self.steps[-1]
 
+    def record(self, step: int, digests: Mapping[str, str]) -> None:
+        """Keep the sha256, by name, of what was written down about the step that consumed last.
+
+        It reaches the disk with the next event that waits for it.
+
+        Raises:
+            ContractError: another step, one recorded before, or what is no sha256.
+        """
+        self._commit({"event": "record", "step": step, "digests": dict(digests)}, wait=False)
+
     def drop(self, sample_id: str, reason: str) -> None:
         """Say that a sample will never be consumed (aborted, too stale)."""
         self._commit({"event": "drop", "id": sample_id, "reason": reason})
@@ -153,7 +163,7 @@ class StepLedger(Timeline):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _commit(self, event: Event) -> None:
+    def _commit(self, event: Event, *, wait: bool = True) -> None:
         # check first, write second, change the state last: neither a refused nor a half-written event is ever seen
         if self._closed:
             raise ContractError("the ledger is closed; open it again on its path to enter more")
@@ -163,7 +173,7 @@ class StepLedger(Timeline):
             try:
                 self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
                 self._file.flush()
-                if not self._batched:
+                if wait and not self._batched:
                     os.fsync(self._file.fileno())
             except BaseException:
                 self._file.truncate(at)

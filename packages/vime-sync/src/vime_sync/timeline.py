@@ -36,6 +36,14 @@ class StepReport:
     staleness_mean: float
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """sha256 by name of what was written down about a step."""
+
+    step: int
+    digests: Mapping[str, str]
+
+
 class Timeline:
     """What a run has done so far. An event is checked against it first, and applied when it is known to last.
 
@@ -53,6 +61,7 @@ class Timeline:
         self.samples: dict[str, Sample] = {}
         self.steps: list[StepReport] = []
         self.served: PolicyVersion | None = None
+        self.recorded: dict[int, Mapping[str, str]] = {}
         # (step, digest) of every sitting but the first: where it went on, and from which weights
         self.sittings: list[tuple[int, str]] = []
 
@@ -111,6 +120,8 @@ class Timeline:
                 return self._checked_step(event)
             case "resume":
                 return self._checked_resume(event)
+            case "record":
+                return self._checked_record(event)
             case "drop":
                 sample = self._sample(event["id"])
                 if sample.step is not None or sample.dropped is not None:
@@ -124,6 +135,8 @@ class Timeline:
             self.versions[str(change)] = self.served = change
         elif isinstance(change, Sample):
             self.samples[change.sample_id] = change
+        elif isinstance(change, Recorded):
+            self.recorded[change.step] = change.digests
         elif isinstance(change, tuple):
             self.sittings.append(change)
         elif isinstance(change, StepReport):
@@ -163,6 +176,14 @@ class Timeline:
         if len(digest) != 64:
             raise ContractError(f"resuming needs the manifest's digest, got {len(digest)} digits")
         return int(step), digest
+
+    def _checked_record(self, event: Event) -> Recorded:
+        step, digests = event["step"], event["digests"]
+        if not whole_number(step) or not self.steps or step != self.steps[-1].step or step in self.recorded:
+            raise ContractError(f"step {step!r} cannot be recorded; a step is, once, after it consumed its samples")
+        if not isinstance(digests, Mapping) or not all(isinstance(d, str) and len(d) == 64 for d in digests.values()):
+            raise ContractError(f"step {step}: give a sha256 of 64 digits for each name, got {digests!r}")
+        return Recorded(int(step), dict(digests))
 
     def _checked_sample(self, event: Event) -> Sample:
         sample_id, generated = str(event["id"]), event["generated"]
