@@ -354,6 +354,7 @@ def test_what_is_no_tensor_or_table_is_named():
         (lambda: rl_attn.write_paged(cache, x, x, [0, 1, 2]), "list"),
         (lambda: rl_attn.PagedKV(np.zeros((4, 2, 16, 16)), x), "ndarray"),
         (lambda: rl_attn.RopeTable(x.numpy(), x), "ndarray"),
+        (lambda: rl_attn.rope_table(8, 16, 1e4, "yarn"), "scaling='yarn'; supported: None, or a mapping"),
         (lambda: rl_attn.cp_rows([0, 8], 0, 2), "cu_seqlens as list"),
         (lambda: rl_attn.cp_split(x.numpy(), torch.tensor([0, 3]), 0, 1), "ndarray"),
     ):

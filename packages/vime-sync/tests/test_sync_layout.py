@@ -313,6 +313,9 @@ def test_shape_refuses_sizes_that_do_not_fit():
     for eps in (1e-60, 1e39, 10**400, 0, "1e-6"):
         with pytest.raises(ContractError, match=r"rms_norm_eps=.*, supported: a positive number that fp32 holds"):
             shape_of(rms_norm_eps=eps)
+    for config in (None, "config.json", [QWEN3]):
+        with pytest.raises(ContractError, match=r"supported: config\.json as a dict"):
+            ModelShape.from_hf_config(config)
     with pytest.raises(ContractError, match="lacks vocab_size"):
         shape_of(vocab_size=None)
     with pytest.raises(ContractError, match="do not divide"):

@@ -178,6 +178,12 @@ def test_weights_that_do_not_fit_the_manifest_leave_nothing_behind(tmp_path):
     refused(lambda: write_weights(tmp_path / "v", named, version, manifest), "exists")
 
 
+@pytest.mark.parametrize("most", [True, 0, -1, 1.5, "1", None])
+def test_weights_in_files_of_no_size_are_refused(tmp_path, most):
+    refused(lambda: write(tmp_path / "v", max_file_bytes=most), f"max_file_bytes={most!r}; supported")
+    assert not list(tmp_path.iterdir())
+
+
 def test_weights_changed_between_manifest_and_write_are_refused_on_read(tmp_path):
     named = tensors()
     manifest = Manifest.from_tensors(named)

@@ -95,6 +95,10 @@ def inverse_frequencies(
     if not _positive(theta) or not theta > 1.0:
         raise ContractError(f"rope got theta={theta!r}; supported: a finite number above 1")
     plain = _plain_inverse_frequencies(rotary_dim, theta)
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise ContractError(
+            f"rope got scaling={scaling!r}; supported: None, or a mapping as in the model's config.json"
+        )
     rule = dict(scaling or {})
     # both spellings occur in checkpoints, and newer configurations repeat the base here
     kind, older = rule.pop("rope_type", None), rule.pop("type", None)

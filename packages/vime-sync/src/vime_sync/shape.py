@@ -43,6 +43,8 @@ class ModelShape:
                 outside q/k/v, an activation other than SiLU), is not covered.
             ContractError: a size is missing or inconsistent, or entries contradict each other.
         """
+        if not isinstance(config, Mapping):
+            raise ContractError(f"the model config is {str(config)[:40]!r}, supported: config.json as a dict; load it")
         architecture = _architecture(config)
         if problems := _flag_problems(config):
             raise ContractError(f"the model config has {'; '.join(problems)}")

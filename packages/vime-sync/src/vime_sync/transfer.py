@@ -48,6 +48,8 @@ def write_weights(
         ContractError: the directory exists; the version carries another digest than the manifest; a tensor is missing,
             extra, or has another type or shape than the manifest says. Nothing is left behind.
     """
+    if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
+        raise ContractError(f"max_file_bytes={max_file_bytes!r}; supported: a positive integer")
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     return _write(
         directory,
