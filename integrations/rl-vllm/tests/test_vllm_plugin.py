@@ -331,6 +331,22 @@ def test_layout_embedding_keeps_negative_zero_over_ranks():
     assert not torch.equal(summed.view(torch.int16), expected)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["as vLLM 0.32", "as vLLM 0.24"])
+def test_embedding_knows_its_rank_whether_vllm_keeps_it_or_not(monkeypatch, kept):
+    from rl_vllm import layers
+
+    def stock(self, *args, **kwargs):
+        torch.nn.Module.__init__(self)
+        self.tp_size = 2
+        if kept:
+            self.tp_rank = 1
+
+    monkeypatch.setattr(layers.VocabParallelEmbedding, "__init__", stock)
+    monkeypatch.setattr(layers, "get_tensor_model_parallel_rank", lambda: 0 if kept else 1)
+    monkeypatch.setattr(layers, "active", lambda: None)
+    assert layers.StrictVocabParallelEmbedding(8, 6).tp_rank == 1
+
+
 def test_generator_takes_back_the_draw_of_an_unfinished_prompt():
     from rl_vllm.generators import make_rewindable
 

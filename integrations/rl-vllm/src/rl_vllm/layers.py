@@ -7,7 +7,7 @@ layout, unpacked, so their bytes can be read back.
 from typing import Any
 
 import torch
-from vllm.distributed import split_tensor_along_last_dim
+from vllm.distributed import get_tensor_model_parallel_rank, split_tensor_along_last_dim
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -93,6 +93,9 @@ class StrictVocabParallelEmbedding(VocabParallelEmbedding):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.strict = active()
+        if not hasattr(self, "tp_rank"):
+            # vLLM 0.24 does not keep it
+            self.tp_rank = get_tensor_model_parallel_rank()
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         if self.tp_size == 1:
