@@ -77,6 +77,7 @@ def picture(payload: dict[str, Any], path: str) -> None:
     left.grid(alpha=0.3)
 
     found = ratios(payload)
+    middle.set_visible(bool(found))
     names = [name for name, _, _ in found]
     middle.barh(names, [value for _, _, value in found], color="C0", height=0.5)
     for i, (_, target, value) in enumerate(found):
