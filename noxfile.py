@@ -80,7 +80,7 @@ def parity(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU, engines included; paths or pytest options may follow ``--``."""
     install_everything(session)
-    session.install(*GROUPS["test"])
+    session.install(*GROUPS["test"], *GROUPS["tools"])
     session.run("python", "-m", "pytest", "-m", "not gpu", *(session.posargs or ["packages", "integrations", "tests"]))
 
 
