@@ -156,6 +156,48 @@ def test_sleeping_weights_are_neither_read_nor_written(worker):
     assert made.rl_finish() == {}
 
 
+def test_sleep_survives_another_process_that_takes_memory_meanwhile(worker, monkeypatch):
+    from vllm.v1.worker.gpu_worker import Worker
+
+    made, _ = worker
+
+    def sleep(self, level):
+        raise AssertionError("Memory usage increased after sleeping." if level == 1 else "something else")
+
+    monkeypatch.setattr(Worker, "sleep", sleep)
+    made.sleep(1)
+    with pytest.raises(ContractError, match="weights are asleep"):
+        made.rl_shard_digests()
+    with pytest.raises(AssertionError, match="something else"):
+        made.sleep(2)
+
+
+def test_push_from_another_gpu_is_first_brought_to_the_engines_own():
+    from rl_vllm.transfer import VimeSyncTransferEngine
+    from vime_sync import ModelShape
+
+    class Far:
+        """A shard in the memory of another GPU, which may not write into an engine's own."""
+
+        is_cuda, device = True, torch.device("cuda", 1)
+
+        def __init__(self, x):
+            self.x = x
+
+        def to(self, device):
+            return self.x.to(device)
+
+    config = tiny_config(vocab_size=128)
+    tensors, shape = tiny_weights(config), ModelShape.from_hf_config(config)
+    model = torch.nn.Module()
+    live = {name: torch.zeros_like(w) for name, w in tensors.items()}
+    engine = VimeSyncTransferEngine.__new__(VimeSyncTransferEngine)
+    engine.shape, engine.tp_rank, engine.tp, engine.model = shape, 0, 1, model
+    model.named_parameters = lambda: live.items()
+    engine._copy((name, Far(w)) for name, w in tensors.items())
+    assert all(torch.equal(live[name].view(torch.int16), w.view(torch.int16)) for name, w in tensors.items())
+
+
 @pytest.mark.field_report("R56")
 def test_engine_that_slept_its_weights_away_serves_only_after_a_push(worker):
     made, _ = worker

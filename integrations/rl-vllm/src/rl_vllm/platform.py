@@ -75,6 +75,8 @@ CUDA = Platform(
         "attention_backend": ("CUSTOM", (None,)),
         # one more order of addition, which depends on batch mates
         "disable_cascade_attn": (True, (False,)),
+        # ranks are joined by rl_comm alone: vLLM's own buffers and handles would lie idle
+        "disable_custom_all_reduce": (True, (False,)),
     },
     logits_processors=(),
     hooks=(

@@ -27,16 +27,15 @@ KEY = "rl_sampling_graphs"
 
 
 def sizes_for(vllm_config: Any) -> list[int]:
-    """Numbers of rows to capture, ascending; none where vLLM captures nothing, or where ranks gather the logits.
+    """Numbers of rows to capture, ascending; none where vLLM captures nothing.
 
-    ``additional_config={"rl_sampling_graphs": False}`` captures none either.
+    ``additional_config={"rl_sampling_graphs": True}`` or ``False`` decides; where nothing is said, none are captured
+    where ranks gather the logits.
     """
     compilation = vllm_config.compilation_config
     if vllm_config.model_config.enforce_eager or not compilation.cudagraph_mode:
         return []
-    if not vllm_config.additional_config.get(KEY, True):
-        return []
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
+    if not vllm_config.additional_config.get(KEY, vllm_config.parallel_config.tensor_parallel_size == 1):
         return []
     most = vllm_config.scheduler_config.max_num_seqs
     return sorted(size for size in compilation.cudagraph_capture_sizes or () if size <= most)

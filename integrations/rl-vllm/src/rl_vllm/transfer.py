@@ -114,7 +114,12 @@ class VimeSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         live = dict(vime_sync.from_vllm(parameters, self.shape, self.tp_rank, self.tp))
         with torch.no_grad():
             for name, shard in shards:
-                live[name].copy_(shard)
+                mine = live[name]
+                if shard.is_cuda and shard.device != mine.device:
+                    # the memory of an engine that can sleep is mapped on its own GPU alone, and a copy between two
+                    # GPUs runs on the one it comes from
+                    shard = shard.to(mine.device)
+                mine.copy_(shard)
 
     def _reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
