@@ -21,13 +21,14 @@ ROOM = {"sm90": 232448, "gfx942": 65536, "gfx950": 163840}
 BF16 = ("q", "k", "v", "out", "grad", "dq", "dk", "dv")
 FP32 = ("lse", "delta", "part_m", "part_w", "part_o")
 INDEX = ("cu_q", "cu_k", "seq_lens", "table", "positions", "key_positions")
+COUNTS = ("begun", "folded")
 # registers that a frozen plan may spill, by (architecture, kernel, head_dim); none elsewhere
 ALLOWED_SPILLS: dict[tuple[str, str, int], int] = {}
 
 
 def _signature(function, constants, box):
     types = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | dict.fromkeys(INDEX, "*i64")
-    types |= {"c": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(COUNTS, "*i32") | {"c": "fp32", "scale": "fp32"}
     signature, aligned = {}, {}
     for i, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
@@ -46,7 +47,7 @@ def _signature(function, constants, box):
 GLUON = -1
 
 
-def _compile(function, constants, options, arch, box=0):
+def _compile(function, constants, options, arch, box=0, counting=False):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -55,6 +56,8 @@ def _compile(function, constants, options, arch, box=0):
         from triton.experimental.gluon._runtime import GluonASTSource as source
     if arch != "sm90":
         options = options | {"kpack": 1, "matrix_instr_nonkdim": 16}
+    if not counting:
+        constants = constants | {name: None for name in COUNTS if name in function.arg_names}
     signature, aligned = _signature(function, constants, box)
     built = source(function, signature, constants, aligned)
     return triton.compile(built, target=GPUTarget(*ARCHS[arch]), options=options | {"enable_fp_fusion": False})
@@ -145,6 +148,17 @@ def test_decode_of_a_segment_of_any_number_of_pages_compiles():
     function, constants, options, box = _launch(row, 128, 16)
     built = _compile(function, constants | {"SEGMENT": 2112}, options, "sm90", box)
     assert built.metadata.shared <= ROOM["sm90"]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "segments", "fold"])
+def test_kernels_that_count_segments_compile_and_others_know_nothing_of_it(kernel):
+    row = plans.shipped("sm90").choose(kernel, 128, 4096 if kernel == "forward" else 64, specialised=True)
+    assert row.specialised
+    function, constants, options, box = _launch(row, 128, 0 if kernel == "forward" else 16)
+    counting, plain = (_compile(function, constants, options, "sm90", box, on) for on in (True, False))
+    assert counting.metadata.shared <= ROOM["sm90"]
+    parameters = [x.asm["ptx"].count(".param .u64 .ptr") for x in (counting, plain)]
+    assert parameters[0] - parameters[1] == sum(name in function.arg_names for name in COUNTS) > 0
 
 
 def test_kernels_in_the_interpreter_agree_with_the_oracle():

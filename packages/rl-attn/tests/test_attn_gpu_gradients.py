@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rl_attn import attention_packed, gpu, gpu_backward, plans
-from rl_attn.testing import DEVICE, Batch, equal
+from rl_attn import attention_packed, gpu, gpu_backward, plans, segments_of
+from rl_attn.counting import count_segments
+from rl_attn.testing import DEVICE, Batch, counted, equal, require_segments
 from rl_contract.profile import KEY_TILE, SEGMENT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -20,7 +21,12 @@ def _gradients(case, positions=None):
     q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
     g = torch.Generator(DEVICE).manual_seed(9)
     grad = torch.randn(case.q.shape, generator=g, device=DEVICE).to(case.q.dtype)
-    out = attention_packed(q, k, v, cu_seqlens_q=case.cu, cu_seqlens_k=case.cu, scale=case.scale, positions=positions)
+    call = {"cu_seqlens_q": case.cu, "cu_seqlens_k": case.cu, "scale": case.scale, "positions": positions}
+    out = attention_packed(q, k, v, **call)
+    with count_segments() as calls:
+        again = attention_packed(q, k, v, **call)
+    assert equal(again.detach(), out.detach())
+    require_segments(calls[0], case.positions + 1)
     return grad, torch.autograd.grad(out, (q, k, v), grad)
 
 
@@ -101,13 +107,15 @@ def test_layout_context_parallel_ranks_equal_one(world, layout):
     whole = out.to(case.q.dtype)
     delta = gpu_backward.row_delta(grad, whole)
     cu, local_cu = case.cu, case.cu // world
-    found = [[] for _ in range(5)]
+    found, most = [[] for _ in range(5)], {}
     for rank in range(world):
         q, k, v, d, s, e = (
             cp_split(x, cu.cpu(), rank, world, layout) for x in (case.q, case.k, case.v, grad, lse, delta)
         )
         at = cp_positions(cu.cpu(), rank, world, layout).to(DEVICE)
-        mine, mine_lse = gpu.packed(q, case.k, case.v, local_cu, cu, at, case.scale, KEY_TILE, SEGMENT, torch.float32)
+        rest = (case.k, case.v, local_cu, cu, at, case.scale, KEY_TILE, SEGMENT, torch.float32)
+        mine, mine_lse, ran = counted(lambda: gpu.packed(q, *rest), at + 1)  # noqa: B023
+        most[rank] = max(ran)
         found[0].append(mine)
         found[1].append(mine_lse)
         found[2].append(gpu_backward.grad_queries(d, q, case.k, case.v, s, e, local_cu, cu, at, case.scale))
@@ -116,5 +124,7 @@ def test_layout_context_parallel_ranks_equal_one(world, layout):
         )
         found[3].append(own_dk)
         found[4].append(own_dv)
+    # with four ranks the last rows of the longer sequence see a second segment
+    assert max(most.values()) == segments_of(264 * world) == world // 2
     for parts, want in zip(found, (out, lse, dq, dk, dv)):
         assert equal(cp_merge(parts, cu.cpu(), layout), want)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rl_attn import attention_packed, attention_paged, nosplit
+from rl_attn.counting import count_segments
 from rl_attn.testing import DEVICE, Batch, equal
 from rl_contract import ContractError, MissingSupport
 
@@ -19,6 +20,17 @@ def library():
         pytest.skip(str(error))
 
 
+def one_split(call):
+    """Its O and LSE; the library handed back no partial results, however many keys a row sees."""
+    out, lse = call()
+    with count_segments() as calls:
+        again, again_lse = call()
+    assert equal(again, out)
+    assert equal(again_lse, lse)
+    assert [x.unique().tolist() for x in calls] == [[1]]
+    return out, lse
+
+
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(128, 8, 2), (256, 4, 2), (128, 16, 1)])
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -26,18 +38,18 @@ def test_nosplit_library_is_one_function_for_every_phase(library, head_dim, head
     lengths = (1, 15, 64, 65, 513, 1037, 2049)
     case = Batch(lengths, heads, kv_heads, head_dim, page=page, dtype=dtype, seed=12)
     cu = case.cu
-    out, lse = attention_packed(
-        case.q, case.k, case.v, cu_seqlens_q=cu, cu_seqlens_k=cu, scale=case.scale, family="nosplit", return_lse=True
-    )
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "scale": case.scale, "family": "nosplit", "return_lse": True}
+    out, lse = one_split(lambda: attention_packed(case.q, case.k, case.v, **given))
     # tails of the pages hold NaN, unused entries of the table an id that no cache has: neither is read
     table = case.table
     lens = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
 
     def paged(rows, starts, keys, which):
-        return attention_paged(
-            case.q[rows], case.cache, query_start_loc=torch.tensor(starts, device=DEVICE, dtype=torch.int32),
-            seq_lens=keys, block_table=table[which].contiguous(), scale=case.scale, family="nosplit", return_lse=True,
-        )  # fmt: skip
+        given = {
+            "query_start_loc": torch.tensor(starts, device=DEVICE, dtype=torch.int32), "seq_lens": keys,
+            "block_table": table[which].contiguous(), "scale": case.scale, "family": "nosplit", "return_lse": True,
+        }  # fmt: skip
+        return one_split(lambda: attention_paged(case.q[rows], case.cache, **given))
 
     whole, whole_lse = paged(slice(None), cu.tolist(), lens, slice(None))
     last = [int(x) - 1 for x in cu[1:]]
@@ -69,7 +81,9 @@ def test_nosplit_refuses_what_was_not_equal():
 def test_nosplit_gradients_are_ours_from_the_library_output(library):
     case = Batch((130, 700), seed=6)
     q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
-    out = attention_packed(q, k, v, cu_seqlens_q=case.cu, cu_seqlens_k=case.cu, scale=case.scale, family="nosplit")
+    with count_segments() as calls:
+        out = attention_packed(q, k, v, cu_seqlens_q=case.cu, cu_seqlens_k=case.cu, scale=case.scale, family="nosplit")
+    assert calls[0].unique().tolist() == [1]
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), grad)
     out = attention_packed(q, k, v, cu_seqlens_q=case.cu, cu_seqlens_k=case.cu, scale=case.scale)

@@ -1,14 +1,22 @@
-"""One row, one set of bits, whatever computes it on a GPU: packed, chunks, decode, any page, any mates, a graph."""
+"""One row, one set of bits, whatever computes it on a GPU: packed, chunks, decode, any page, any mates, a graph.
+
+``Batch`` runs every call twice, as in production and with kernels that count; ``ran`` is what they counted.
+"""
 
 import pytest
 import torch
 
 from rl_attn import attention_paged, gpu, plans, segments_of, write_paged
-from rl_attn.testing import DEVICE, LENGTHS, Batch, equal, use
+from rl_attn.counting import count_segments
+from rl_attn.testing import DEVICE, LENGTHS, Batch, counted, equal, keys_seen, require_segments, use
 from rl_contract import launches, reset_launches
 from rl_contract.profile import KEY_TILE, SEGMENT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+# of the last row of each sequence
+SEGMENTS = [1] * 13 + [2, 2, 3, 9, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +29,11 @@ def expected(batch):
     return batch.packed()
 
 
+def _ends(batch):
+    """What the last rows of a call on all rows ran."""
+    return [batch.ran[n] for n in batch.last_rows()]
+
+
 @pytest.fixture(autouse=True)
 def _own_plans():
     yield
@@ -28,6 +41,9 @@ def _own_plans():
 
 
 def test_accuracy_against_fp64(batch, expected):
+    again, _ = batch.packed()
+    assert equal(again, expected[0])
+    assert _ends(batch) == SEGMENTS
     for n in (6, 13):
         a, b = int(batch.cu[n]), int(batch.cu[n + 1])
         out, lse = batch.fp64(n)
@@ -44,6 +60,7 @@ def test_tile_shape_leaves_the_bits_alone(batch, expected, block_m, warps, stage
     use(kernel="forward", head_dim=256, block_m=block_m, warps=warps, stages=stages)
     out, lse = batch.packed()
     assert out.numel() > 1e6
+    assert _ends(batch) == SEGMENTS
     assert equal(out, expected[0])
     assert equal(lse, expected[1])
 
@@ -54,6 +71,7 @@ def test_phase_paged_prefill_equals_packed(batch, expected):
     kernels = {x["kernel"] for x in launches()}
     # one-row sequences go through segments, the others through the walk
     assert kernels == {"rl_attn.triton_hopper_decode", "rl_attn.triton_hopper"}
+    assert _ends(batch) == SEGMENTS
     assert equal(out, expected[0])
     assert equal(lse, expected[1])
 
@@ -69,7 +87,7 @@ def test_phase_decode_equals_prefill(batch, expected, block_m, warps, stages, pr
     count = len(last)
     reset_launches()
     out, lse = batch.paged(last, list(range(count + 1)), list(batch.lengths), slice(None))
-    assert segments_of(max(batch.lengths)) == 9
+    assert batch.ran == SEGMENTS
     assert any("most" in x["plan"] for x in launches())
     assert equal(out, expected[0][last])
     assert equal(lse, expected[1][last])
@@ -89,7 +107,12 @@ def test_decode_that_is_known_to_be_one_leaves_the_walk_out_and_writes_where_it_
         reset_launches()
         room = torch.full((len(last), q.shape[1] * q.shape[2] + 24), torch.nan, device=DEVICE, dtype=q.dtype)
         out = room[:, 8:-16].unflatten(1, q.shape[1:])
-        attention_paged(q, batch.cache, **call, max_query_len=most, out=out)
+        given = call | {"max_query_len": most, "out": out, "return_lse": True}
+        attend = lambda: attention_paged(q, batch.cache, **given)  # noqa: B023, E731
+        *_, ran = counted(attend, call["seq_lens"])
+        assert ran == SEGMENTS
+        room.fill_(torch.nan)
+        attend()
         assert bool(room[:, :8].isnan().all())
         assert bool(room[:, -16:].isnan().all())
         found[most] = out.contiguous(), {x["kernel"] for x in launches()}
@@ -112,6 +135,7 @@ def test_phase_fold_leaves_the_bits_alone(head_dim, fold):
     reset_launches()
     found, found_lse = case.paged(last, list(range(count + 1)), list(lengths), slice(None), 64, 64)
     assert f"+fold-w4s1{'u' + str(fold['unroll']) if 'unroll' in fold else ''}:" in launches()[0]["plan"]
+    assert case.ran == [1, 1, 1, 2, 64, 65, 128, 130, 200]
     assert bool(found[4].isnan().all())
     assert bool(found_lse[4].isnan().all())
     kept = [n for n in range(count) if n != 4]
@@ -125,11 +149,12 @@ def test_phase_decode_in_one_walk_equals_segments(batch, expected, monkeypatch):
     reset_launches()
     out, lse = batch.paged(last, list(range(len(last) + 1)), list(batch.lengths), slice(None))
     assert {x["kernel"] for x in launches()} == {"rl_attn.triton_forward"}
+    assert batch.ran == SEGMENTS
     assert equal(out, expected[0][last])
     assert equal(lse, expected[1][last])
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 100, 512])
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 100, 512, 2049])
 def test_phase_chunks_equal_prefill(batch, expected, chunk):
     n = 15
     first, length = int(batch.cu[n]), batch.lengths[n]
@@ -141,6 +166,7 @@ def test_phase_chunks_equal_prefill(batch, expected, chunk):
         end = min(length, start + chunk)
         rows = slice(first + start, first + end)
         out, lse = batch.paged(rows, [0, end - start], [end], slice(n, n + 1))
+        assert batch.ran == [segments_of(seen) for seen in range(start + 1, end + 1)]
         assert equal(out, expected[0][rows]), start
         assert equal(lse, expected[1][rows]), start
 
@@ -153,6 +179,7 @@ def test_one_sequence_that_is_not_short_needs_no_segments(batch, expected):
         reset_launches()
         out, lse = batch.paged(at, [0, rows], [length], slice(n, n + 1))
         assert {x["kernel"] for x in launches()} == {kernel}
+        assert batch.ran[-1] == 9
         assert equal(out, expected[0][at])
         assert equal(lse, expected[1][at])
 
@@ -162,12 +189,8 @@ def test_batch_row_alone_equals_row_among_mates(batch, expected):
         row = int(batch.cu[n + 1]) - 1
         for mates in (1, 64):
             rows = [row] * mates
-            out, _ = gpu.paged(
-                batch.q[rows], batch.cache.k, batch.cache.v,
-                torch.arange(mates + 1, device=DEVICE, dtype=torch.int32),
-                torch.full((mates,), batch.lengths[n], device=DEVICE, dtype=torch.int32), batch.table[[n] * mates],
-                batch.scale, KEY_TILE, SEGMENT, out_dtype=torch.float32,
-            )  # fmt: skip
+            out, _ = batch.paged(rows, list(range(mates + 1)), [batch.lengths[n]] * mates, [n] * mates)
+            assert batch.ran == [SEGMENTS[n]] * mates
             assert all(equal(out[i], expected[0][row]) for i in range(mates))
 
 
@@ -179,6 +202,7 @@ def test_page_size_order_and_layout_leave_the_bits_alone(batch, expected, page, 
     reset_launches()
     out, lse = other.paged(slice(None), other.cu.tolist(), list(other.lengths), slice(None))
     assert {x["kernel"] for x in launches()} == {"rl_attn.triton_hopper_decode", "rl_attn.triton_hopper"}
+    assert _ends(other) == SEGMENTS
     assert equal(out, expected[0])
     assert equal(lse, expected[1])
 
@@ -192,10 +216,10 @@ def test_pages_that_the_copy_engine_cannot_fetch_take_the_portable_kernels(page,
     k, v = (torch.empty(*x.shape[:3], width, device=DEVICE, dtype=x.dtype) for x in (case.cache.k, case.cache.v))
     k[..., :128], v[..., :128] = case.cache.k, case.cache.v
     reset_launches()
-    found, found_lse = gpu.paged(
-        case.q, k[..., :128], v[..., :128], case.cu, torch.tensor(lengths, device=DEVICE), case.table, case.scale,
-        KEY_TILE, SEGMENT, out_dtype=torch.float32,
-    )  # fmt: skip
+    rest = (case.cu, torch.tensor(lengths, device=DEVICE), case.table, case.scale, KEY_TILE, SEGMENT)
+    call = lambda: gpu.paged(case.q, k[..., :128], v[..., :128], *rest, out_dtype=torch.float32)  # noqa: E731
+    found, found_lse, ran = counted(call, case.positions + 1)
+    assert [ran[n] for n in case.last_rows()] == [1, 1, 2]
     assert {x["kernel"] for x in launches()} == {"rl_attn.triton_decode", "rl_attn.triton_forward"}
     assert equal(found, out)
     assert equal(found_lse, lse)
@@ -209,7 +233,15 @@ def test_phase_prefix_hit_equals_prefill(batch, expected):
     rows = [first + length - count + i for count in counts for i in range(count)]
     starts = [0, length, length + 300, length + 301]
     out, lse = batch.paged(rows, starts, [length] * 3, [n] * 3)
-    assert segments_of(length) == 3
+    assert [batch.ran[n] for n in (0, 1023, 1024, 2047, length - 1, length + 299, length + 300)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        3,
+    ]
     assert equal(out, expected[0][rows])
     assert equal(lse, expected[1][rows])
 
@@ -221,13 +253,16 @@ def test_phase_prefix_hit_equals_prefill(batch, expected):
 def test_phase_equal_for_every_head_shape(head_dim, heads, kv_heads, dtype):
     case = Batch((1, 65, 513, 1100), heads, kv_heads, head_dim, dtype=dtype, seed=1)
     out, lse = case.packed()
+    assert _ends(case) == [1, 1, 1, 2]
     reference, reference_lse = case.fp64(2)
     a, b = int(case.cu[2]), int(case.cu[3])
     assert float((out[a:b] - reference).norm() / reference.norm()) < 3e-3
     assert float((lse[a:b] - reference_lse).abs().max()) < 3e-3
     again, _ = case.paged(slice(None), case.cu.tolist(), list(case.lengths), slice(None))
+    assert _ends(case) == [1, 1, 1, 2]
     last = case.last_rows()
     decoded, decoded_lse = case.paged(last, list(range(5)), list(case.lengths), slice(None))
+    assert case.ran == [1, 1, 1, 2]
     assert equal(again, out)
     assert equal(decoded, out[last])
     assert equal(decoded_lse, lse[last])
@@ -237,8 +272,12 @@ def test_phase_equal_for_every_head_shape(head_dim, heads, kv_heads, dtype):
 def test_profile_parameters_change_the_bits_alike_in_every_phase(batch, expected, key_tile, segment):
     out, _ = batch.packed(key_tile, segment)
     assert not equal(out, expected[0])
+    due = [segments_of(n, segment) for n in batch.lengths]
+    assert due != SEGMENTS
+    assert _ends(batch) == due
     last = batch.last_rows()
     decoded, _ = batch.paged(last, list(range(len(last) + 1)), list(batch.lengths), slice(None), key_tile, segment)
+    assert batch.ran == due
     assert equal(decoded, out[last])
 
 
@@ -254,6 +293,7 @@ def test_tiny_and_wide_values_are_phase_equal():
         rows = list(range(0, 700, 7))
         for row in rows:
             one, one_lse = case.paged([row], [0, 1], [row + 1], slice(0, 1))
+            assert case.ran == [1]
             assert equal(one[0], out[row])
             assert equal(one_lse[0], lse[row])
 
@@ -274,6 +314,8 @@ def test_phase_few_queries_equal_prefill_zeros_included(heads, head_dim):
         reset_launches()
         found, found_lse = case.paged(rows, [count * n for n in range(len(lengths) + 1)], list(lengths), slice(None))
         assert "rl_attn.triton_hopper_decode" in {x["kernel"] for x in launches()}
+        # a row of 1030 keys less up to 6 sees one segment still
+        assert case.ran == [segments_of(n - count + 1 + i) for n in lengths for i in range(count)]
         assert equal(found, out[rows])
         assert equal(found_lse, lse[rows])
 
@@ -288,20 +330,11 @@ def test_misordered_segments_are_noticed(batch, expected):
         keys = slice(a + begin, a + min(length, begin + 512))
         cu_q, cu_k = torch.tensor([0, 1], device=DEVICE), torch.tensor([0, keys.stop - keys.start], device=DEVICE)
         at = torch.tensor([keys.stop - keys.start - 1], device=DEVICE)
-        parts.append(
-            gpu.packed(
-                batch.q[row : row + 1],
-                batch.k[keys],
-                batch.v[keys],
-                cu_q,
-                cu_k,
-                at,
-                batch.scale,
-                KEY_TILE,
-                SEGMENT,
-                torch.float32,
-            )
-        )
+        rows = (batch.q[row : row + 1], batch.k[keys], batch.v[keys], cu_q, cu_k, at, batch.scale)
+        call = lambda: gpu.packed(*rows, KEY_TILE, SEGMENT, torch.float32)  # noqa: B023, E731
+        *part, ran = counted(call, at + 1)
+        assert ran == [1]
+        parts.append(part)
 
     def folded(order):
         total, total_lse = order[0]
@@ -332,31 +365,64 @@ def test_graph_replay_equals_eager(batch, expected):
             return_lse=True,
         )
 
-    eager, eager_lse = call()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out, lse = call()
-    # replay with other lengths than those captured, then with the first ones
-    lens.fill_(1)
-    graph.replay()
-    lens.copy_(torch.tensor(batch.lengths, dtype=torch.int32))
-    out.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert equal(out, eager)
-    assert equal(lse, eager_lse)
+    def captured():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = call()
+        return graph, *found
+
+    eager, eager_lse, ran = counted(call, lens)
+    assert ran == SEGMENTS
+    plain = captured()
+    with count_segments() as calls:
+        counting = captured()
+    for graph, out, lse in (plain, counting):
+        # replay with other lengths than those captured, then with the first ones
+        lens.fill_(1)
+        calls[-1].fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+        if graph is counting[0]:
+            require_segments(calls[-1], lens)
+        lens.copy_(torch.tensor(batch.lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert equal(out, eager)
+        assert equal(lse, eager_lse)
+    require_segments(calls[-1], lens)
+    assert calls[-1][1, :, 0].tolist() == SEGMENTS
     assert equal(eager_lse, expected[1][last])
+
+
+def test_segments_of_another_length_are_noticed(batch, expected):
+    """A launch that takes segments of 512 counts them as what they are, in the walk and in decode."""
+    last = batch.last_rows()
+    starts = list(range(len(last) + 1))
+    with count_segments() as calls:
+        gpu.packed(
+            batch.q, batch.k, batch.v, batch.cu, batch.cu, batch.positions, batch.scale, KEY_TILE, 512, torch.float32
+        )
+        gpu.paged(
+            batch.q[last], batch.cache.k, batch.cache.v, torch.tensor(starts, device=DEVICE),
+            torch.tensor(batch.lengths, device=DEVICE), batch.table, batch.scale, KEY_TILE, 512,
+        )  # fmt: skip
+    for counts, seen in zip(calls, (batch.positions + 1, keys_seen(starts, list(batch.lengths))), strict=True):
+        require_segments(counts, seen, 512)
+        with pytest.raises(AssertionError, match="of 1024 keys were due"):
+            require_segments(counts, seen)
 
 
 def test_long_row_of_131072_keys():
     case = Batch((131072,), heads=4, kv_heads=1, seed=2)
     out, lse = case.packed()
+    assert case.ran[-1] == 128
     rows = [131071]
     decoded, decoded_lse = case.paged(rows, [0, 1], [131072], slice(0, 1))
-    assert segments_of(131072) == 128
+    assert case.ran == [128]
     assert equal(decoded, out[rows])
     assert equal(decoded_lse, lse[rows])

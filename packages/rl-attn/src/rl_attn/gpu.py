@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_attn import plans
+from rl_attn import counting, plans
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 
 LOG2E = 1.4426950408889634
@@ -24,6 +24,7 @@ MOST_SPLIT_PROGRAMS = 1024
 FOLD_PROGRAMS = 2
 # of a thread, for the specialised kernels where a processor runs one program
 WIDE_REGISTERS = 168
+Counts = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 @cache
@@ -149,18 +150,19 @@ def packed(
     row = own.choose("forward", q.shape[2], q.shape[0] * group // max(1, cu_q.numel() - 1), specialised=may)
     out = q.new_empty(q.shape, dtype=out_dtype or q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    counts = counting.places(q)
     if row.specialised:
         hopper = _hopper().tiles
         _walk_specialised(
             row, q, hopper.rows_descriptor(k, key_tile), hopper.rows_descriptor(v, key_tile), k.shape[1],
             (0, 0, k.stride(1), 0, 0, v.stride(1)), cu_q, cu_k, cu_k, positions, cu_q, 0, 0, 0, scale, key_tile,
-            segment, out, lse,
+            segment, out, lse, counts,
         )  # fmt: skip
         kernel = "rl_attn.triton_hopper"
     else:
         _walk(
             row, q, k, v, strides, k.shape[1], cu_q, cu_k, cu_q, positions, cu_q, 0, 0, 0, scale, key_tile, segment,
-            out, lse,
+            out, lse, counts,
         )  # fmt: skip
         kernel = "rl_attn.triton_forward"
     record("attention", kernel, f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "packed")
@@ -199,13 +201,14 @@ def paged(
     if out is None:
         out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
+    counts = counting.places(q)
     if splits:
         # one thread a column leaves processors idle unless rows are few
         few_rows = tokens * heads <= FOLD_PROGRAMS * (_processors(q.device.index or 0) if q.is_cuda else 1)
         fold_row = own.choose("fold", head_dim, most, specialised=split.specialised and few_rows)
         _segments(
             split, fold_row, q, k_cache, v_cache, strides, query_start_loc, seq_lens, block_table, scale, key_tile,
-            segment, most, short, out, lse,
+            segment, most, short, out, lse, counts,
         )  # fmt: skip
         plan = f"{own.arch}:{split.name}+{fold_row.name}:tile{key_tile}-segment{segment}-most{most}"
         kernel = "rl_attn.triton_hopper_decode" if split.specialised else "rl_attn.triton_decode"
@@ -219,12 +222,12 @@ def paged(
             _walk_specialised(
                 row, q, tiles.pages_descriptor(k_cache, k_steps, key_tile),
                 tiles.pages_descriptor(v_cache, v_steps, key_tile), kv_heads, (*k_steps, *v_steps), *lengths, scale,
-                key_tile, segment, out, lse,
+                key_tile, segment, out, lse, counts,
             )  # fmt: skip
             kernel = "rl_attn.triton_hopper"
         else:
             _walk(
-                row, q, k_cache, v_cache, strides, kv_heads, *lengths, scale, key_tile, segment, out, lse,
+                row, q, k_cache, v_cache, strides, kv_heads, *lengths, scale, key_tile, segment, out, lse, counts,
             )  # fmt: skip
             kernel = "rl_attn.triton_forward"
         record("attention", kernel, f"{own.arch}:{row.name}:tile{key_tile}-segment{segment}", "paged")
@@ -234,7 +237,7 @@ def paged(
 def _walk(
     row: plans.Row, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], kv_heads: int, cu_q: Tensor,
     cu_k: Tensor, seq_lens: Tensor, positions: Tensor, table: Tensor, blocks: int, page: int, short: int, scale: float,
-    key_tile: int, segment: int, out: Tensor, lse: Tensor,
+    key_tile: int, segment: int, out: Tensor, lse: Tensor, counts: Counts,
 ) -> None:  # fmt: skip
     tokens, heads, head_dim = q.shape
     group, sequences = heads // kv_heads, cu_q.numel() - 1
@@ -243,7 +246,7 @@ def _walk(
     block_m = block_rows(row, group)
     grid = (tokens // (block_m // group) + sequences, kv_heads)
     kernels().forward.attn_fwd_kernel[grid](
-        q, k, v, out, lse, cu_q, cu_k, seq_lens, positions, table, exponent_factor(scale), sequences, blocks,
+        q, k, v, out, lse, *counts, cu_q, cu_k, seq_lens, positions, table, exponent_factor(scale), sequences, blocks,
         q.stride(0), q.stride(1), *strides, out.stride(0), out.stride(1), lse.stride(0), table.stride(0) if page else 0,
         GROUP=group, D=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=block_m, KEY_TILE=key_tile, SEGMENT=segment,
         PAGE=page, SHORT=short, **options(row, key_tile),
@@ -287,14 +290,15 @@ def _may_fetch_pages(x: Tensor) -> bool:
 def _walk_specialised(
     row: plans.Row, q: Tensor, k_desc: Any, v_desc: Any, kv_heads: int, steps: tuple[int, ...], cu_q: Tensor,
     cu_k: Tensor, seq_lens: Tensor, positions: Tensor, table: Tensor, blocks: int, page: int, short: int, scale: float,
-    key_tile: int, segment: int, out: Tensor, lse: Tensor,
+    key_tile: int, segment: int, out: Tensor, lse: Tensor, counts: Counts,
 ) -> None:  # fmt: skip
     tokens, heads, head_dim = q.shape
     group, sequences = heads // kv_heads, cu_q.numel() - 1
     grid = (tokens // (128 // group) + sequences, kv_heads)
     _hopper().walk.attn_fwd_sm90_kernel[grid](
-        q, k_desc, v_desc, out, lse, cu_q, cu_k, seq_lens, positions, table, exponent_factor(scale), sequences, blocks,
-        q.stride(0), q.stride(1), *steps, out.stride(0), out.stride(1), lse.stride(0), table.stride(0) if page else 0,
+        q, k_desc, v_desc, out, lse, *counts, cu_q, cu_k, seq_lens, positions, table, exponent_factor(scale), sequences,
+        blocks, q.stride(0), q.stride(1), *steps, out.stride(0), out.stride(1), lse.stride(0),
+        table.stride(0) if page else 0,
         GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=stages_for(row, key_tile), PAGE=page,
         SHORT=short, num_warps=4, maxnreg=WIDE_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -303,7 +307,7 @@ def _walk_specialised(
 def _segments(
     row: plans.Row, fold_row: plans.Row, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], cu_q: Tensor,
     seq_lens: Tensor, table: Tensor, scale: float, key_tile: int, segment: int, most: int, short: int, out: Tensor,
-    lse: Tensor,
+    lse: Tensor, counts: Counts,
 ) -> None:  # fmt: skip
     tokens, heads, head_dim = q.shape
     blocks, kv_heads, page, _ = k.shape
@@ -323,20 +327,21 @@ def _segments(
         teams = min(sequences * most, max(1, programs // kv_heads))
         hopper.decode.attn_segments_sm90_kernel[(teams * kv_heads,)](
             q, hopper.tiles.pages_descriptor(k, k_steps, key_tile),
-            hopper.tiles.pages_descriptor(v, v_steps, key_tile), *parts, out, lse, out.stride(0), out.stride(1),
-            lse.stride(0), *common, *k_steps, *v_steps, table.stride(0),
+            hopper.tiles.pages_descriptor(v, v_steps, key_tile), *parts, out, lse, *counts, out.stride(0),
+            out.stride(1), lse.stride(0), *common, *k_steps, *v_steps, table.stride(0),
             GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=ring_for(row, key_tile), PAGE=page,
             SHORT=short, num_warps=4, maxnreg=row.max_registers, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         decode.attn_segments_kernel[(min(sequences * most * kv_heads, programs),)](
-            q, k, v, *parts, *common, *strides, table.stride(0),
+            q, k, v, *parts, counts[0], *common, *strides, table.stride(0),
             GROUP=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_rows(row, group), KEY_TILE=key_tile,
             SEGMENT=segment, PAGE=page, SHORT=short, B=room, STAGES=stages_for(row, key_tile), **options(row, key_tile),
         )  # fmt: skip
     # only the specialised segments let the fold come up early
     early = {"launch_pdl": True} if row.specialised else {}
-    folded = (*parts, out, lse, cu_q, seq_lens, sequences, heads, out.stride(0), out.stride(1), lse.stride(0))
+    steps = (out.stride(0), out.stride(1), lse.stride(0))
+    folded = (*parts, out, lse, counts[1], cu_q, seq_lens, sequences, heads, *steps)
     shape = {"D": head_dim, "SEGMENT": segment, "SHORT": short}
     if fold_row.specialised:
         _hopper().fold.attn_fold_sm90_kernel[(tokens, heads)](

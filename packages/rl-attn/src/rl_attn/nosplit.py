@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_attn import gpu
+from rl_attn import counting, gpu
 from rl_attn.paged import PagedKV
 from rl_contract import ContractError, MissingSupport
 
@@ -134,12 +134,21 @@ def _forward(
     key_starts: Tensor | None, keys: Tensor | None, table: Tensor | None, layout: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     arch = _check(q)
-    out, lse, *_ = _load(arch)(
+    out, lse, *partial = _load(arch)(
         q, k, v, None, None, None, None, starts, key_starts, None, None, keys, most_rows, most_keys, table, None, None,
         None, None, None, None, None, None, scale, True, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
     )  # fmt: skip
     gpu.record("attention", "rl_attn.nosplit", library_for(arch).id, layout)
+    for counts in counting.places(q):
+        if counts is not None:
+            counts.fill_(_splits(partial))
     return out, lse.t()
+
+
+def _splits(partial: list[Tensor | None]) -> int:
+    """Splits that a call ran: the library hands back their results, ``[splits, ...]``, and nothing where it had one."""
+    found = partial[0] if partial else None
+    return 1 if found is None or found.numel() == 0 else found.shape[0]
 
 
 def _int32(x: Tensor) -> Tensor:

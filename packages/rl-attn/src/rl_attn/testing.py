@@ -1,5 +1,6 @@
-"""For tests on a GPU: sequences whose rows lie packed and on shuffled pages, and bit comparison."""
+"""For tests on a GPU: sequences whose rows lie packed and on shuffled pages, bit comparison, counts of segments."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from rl_attn import gpu, plans
 from rl_attn.attention import write_paged
+from rl_attn.counting import count_segments
 from rl_attn.paged import PagedKV
 from rl_contract.profile import KEY_TILE, SEGMENT
 
@@ -26,11 +28,58 @@ def use(**row: Any) -> None:
     plans.use(plans.Plans(arch=own, rows=(plans.Row(**row), *plans.shipped(own).rows)))
 
 
+def require_segments(counts: Tensor, seen: Tensor, segment: int = SEGMENT) -> None:
+    """Each row began and folded the segments of the keys it sees, in every head.
+
+    Args:
+        counts: of one call, from ``count_segments``. seen: int ``[Tq]``, keys that each row sees.
+
+    Raises:
+        AssertionError: naming the first row that did not.
+    """
+    wanted = (seen.to(counts.device) + segment - 1) // segment
+    off = (counts != wanted[:, None]).any(2).any(0).nonzero()
+    if off.numel():
+        row = int(off[0])
+        raise AssertionError(
+            f"row {row}, which sees {int(seen[row])} keys, began {counts[0, row].tolist()} and folded "
+            f"{counts[1, row].tolist()} segments in its heads; {int(wanted[row])} of {segment} keys were due"
+        )
+
+
+def counted(
+    call: Callable[[], tuple[Tensor, Tensor]], seen: Tensor, segment: int = SEGMENT
+) -> tuple[Tensor, Tensor, list[int]]:
+    """``call()`` with kernels as they are in production: O, LSE. And the segments that each row folded when they count,
+    with the same bits.
+
+    Raises:
+        AssertionError: other bits, or another number of segments than the keys that a row sees ask for.
+    """
+    out, lse = call()
+    with count_segments() as calls:
+        again, again_lse = call()
+    assert equal(again, out)
+    assert equal(again_lse, lse)
+    assert len(calls) == 1
+    require_segments(calls[0], seen, segment)
+    return out, lse, calls[0][1, :, 0].tolist()
+
+
+def keys_seen(starts: list[int], seq_lens: list[int]) -> Tensor:
+    """How many keys each query row sees, int64 ``[Tq]``: the rows of a request are its last ones."""
+    rows = [torch.arange(n - (b - a), n) + 1 for a, b, n in zip(starts[:-1], starts[1:], seq_lens, strict=True)]
+    return torch.cat(rows)
+
+
 class Batch:
     """Sequences on shuffled pages of a cache poisoned with NaN, the same rows packed, and their attention.
 
-    Table entries behind a sequence's last page hold an id that no cache has.
+    Table entries behind a sequence's last page hold an id that no cache has. ``ran``: how many segments the last call
+    folded into each of its rows, as its kernels counted them in a second run with the same bits.
     """
+
+    ran: list[int]
 
     def __init__(
         self, lengths: tuple[int, ...], heads: int = 8, kv_heads: int = 2, head_dim: int = 128, page: int = 16,
@@ -63,9 +112,9 @@ class Batch:
 
     def packed(self, key_tile: int = KEY_TILE, segment: int = SEGMENT) -> tuple[Tensor, Tensor]:
         """O before its rounding, and LSE."""
-        return gpu.packed(
-            self.q, self.k, self.v, self.cu, self.cu, self.positions, self.scale, key_tile, segment, torch.float32
-        )
+        rows = (self.q, self.k, self.v, self.cu, self.cu, self.positions, self.scale, key_tile, segment, torch.float32)
+        out, lse, self.ran = counted(lambda: gpu.packed(*rows), self.positions + 1, segment)
+        return out, lse
 
     def paged(
         self,
@@ -77,11 +126,13 @@ class Batch:
         segment: int = SEGMENT,
     ) -> tuple[Tensor, Tensor]:
         """Query rows ``rows`` of sequences ``which``, each with ``seq_lens`` keys."""
-        return gpu.paged(
+        given = (
             self.q[rows], self.cache.k, self.cache.v, torch.tensor(starts, device=DEVICE, dtype=torch.int32),
             torch.tensor(seq_lens, device=DEVICE, dtype=torch.int32), self.table[which], self.scale, key_tile, segment,
-            out_dtype=torch.float32,
         )  # fmt: skip
+        call = lambda: gpu.paged(*given, out_dtype=torch.float32)  # noqa: E731
+        out, lse, self.ran = counted(call, keys_seen(starts, seq_lens), segment)
+        return out, lse
 
     def last_rows(self) -> list[int]:
         """The last query row of each sequence."""

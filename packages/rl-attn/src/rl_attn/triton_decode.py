@@ -41,13 +41,14 @@ def _segment_plan(cu_q, seq_lens, sequences, B: tl.constexpr, SEGMENT: tl.conste
 
 @triton.jit(do_not_specialize=["sequences", "blocks"])
 def attn_segments_kernel(
-    q, k, v, part_m, part_w, part_o, cu_q, seq_lens, table, c, sequences, kv_heads, blocks,
+    q, k, v, part_m, part_w, part_o, begun, cu_q, seq_lens, table, c, sequences, kv_heads, blocks,
     sq_t, sq_h, sk_b, sk_h, sk_t, sv_b, sv_h, sv_t, s_table,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, KEY_TILE: tl.constexpr,
     SEGMENT: tl.constexpr, PAGE: tl.constexpr, SHORT: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes an equal run of (sequence, kv head, segment). part_m, part_w fp32 [slots, Hq], part_o fp32
-    [slots, Hq, D]; a slot is (sequence, segment, query). One flat loop over key tiles, so that loads never run dry."""
+    [slots, Hq, D]; a slot is (sequence, segment, query). One flat loop over key tiles, so that loads never run dry.
+    begun: int32 [Tq, Hq] or None, what ``counting`` says."""
     b, begins, queries, lengths, segments, ends, slot_ends = _segment_plan(cu_q, seq_lens, sequences, B, SEGMENT, SHORT)
     work = (tl.sum(segments, 0) * kv_heads).to(tl.int64)
     begin = (work * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
@@ -73,6 +74,9 @@ def attn_segments_kernel(
             q_len = _pick(queries, b, sequence)
             length = _pick(lengths, b, sequence)
             slot = _pick(slot_ends, b, sequence) - (count - segment) * q_len
+            if begun is not None:
+                counted = begun + (q_begin + token).to(tl.int64) * heads + kv_head * GROUP + rows % GROUP
+                tl.atomic_add(counted, 1, mask=(token < q_len) & (segment * SEGMENT <= length - q_len + token))
         first = segment * SEGMENT + tile * KEY_TILE
         row_ok = token < q_len
         head = kv_head * GROUP + rows % GROUP
@@ -104,14 +108,14 @@ def attn_segments_kernel(
 
 @triton.jit(do_not_specialize=["sequences"])
 def attn_fold_kernel(
-    part_m, part_w, part_o, out, lse, cu_q, seq_lens, sequences, heads, so_t, so_h, s_lse,
+    part_m, part_w, part_o, out, lse, folded, cu_q, seq_lens, sequences, heads, so_t, so_h, s_lse,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr, SHORT: tl.constexpr, B: tl.constexpr,
     UNROLL: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid (query rows, heads): one row's segments, folded in ascending order; UNROLL partial states in flight.
 
     OVERLAPPED: brought up while the segments of the specialised kernel still run, so that it waits for them before it
-    reads a partial state. That kernel is done with sequences of one segment.
+    reads a partial state. That kernel is done with sequences of one segment. folded: int32, laid out as lse, or None.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -136,6 +140,8 @@ def attn_fold_kernel(
     total_o = tl.zeros((BLOCK_D,), tl.float32)
     # what is added behind the last segment: -0 leaves every value alone, a -0 too (a literal would become +0)
     nothing = tl.full((BLOCK_D,), -2147483648, tl.int32).to(tl.float32, bitcast=True)
+    if folded is not None:
+        row_folded = tl.zeros((BLOCK_D,), tl.int32)
     for start in range(0, count, UNROLL):
         ms = ()
         ws = ()
@@ -155,6 +161,10 @@ def attn_fold_kernel(
             total_w = tl.fma(total_w, a, ws[i] * factor)
             total_o = tl.fma(total_o, a, os[i] * factor)
             total_m = m
+            if folded is not None:
+                row_folded += (ms[i] != float("-inf")).to(tl.int32)
     result = divide(total_o, total_w, d < D).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * so_t + head.to(tl.int64) * so_h + d, result, mask=d < D)
     tl.store(lse + row.to(tl.int64) * s_lse + head + d * 0, log_sum(total_m, total_w), mask=d == 0)
+    if folded is not None:
+        tl.store(folded + row.to(tl.int64) * s_lse + head + d * 0, row_folded, mask=d == 0)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from rl_attn.triton_tiles import (
+    NEG_INF,
     add_keys,
     divide,
     empty_state,
@@ -23,12 +24,15 @@ from rl_attn.triton_tiles import (
 
 @triton.jit(do_not_specialize=["sequences", "blocks"])
 def attn_fwd_kernel(
-    q, k, v, out, lse, cu_q, cu_k, seq_lens, positions, table, c, sequences, blocks,
+    q, k, v, out, lse, begun, folded, cu_q, cu_k, seq_lens, positions, table, c, sequences, blocks,
     sq_t, sq_h, sk_b, sk_h, sk_t, sv_b, sv_h, sv_t, so_t, so_h, s_lse, s_table,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, KEY_TILE: tl.constexpr,
     SEGMENT: tl.constexpr, PAGE: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv heads). Sequences of up to SHORT queries are left to ``triton_decode``."""
+    """Grid (tiles, kv heads). Sequences of up to SHORT queries are left to ``triton_decode``.
+
+    begun, folded: int32, laid out as lse, or None; what ``counting`` says.
+    """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     # the longest rows first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -64,6 +68,9 @@ def attn_fwd_kernel(
     m, w, o = empty_state(BLOCK_M, BLOCK_D)
     total_m, total_w, total_o = empty_state(BLOCK_M, BLOCK_D)
     unknown = tl.zeros((KEY_TILE,), tl.int1)
+    if begun is not None:
+        row_begun = tl.zeros((BLOCK_M,), tl.int32)
+        row_folded = tl.zeros((BLOCK_M,), tl.int32)
     for first in range(0, limit, KEY_TILE):
         keys = first + tl.arange(0, KEY_TILE)
         inside = keys < limit
@@ -81,6 +88,9 @@ def attn_fwd_kernel(
         if first + KEY_TILE > all_see:
             s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         starts = first % SEGMENT == 0
+        if begun is not None:
+            row_begun += (starts & (first <= position)).to(tl.int32)
+            row_folded += (starts & (m != NEG_INF)).to(tl.int32)
         m_new, alpha, p = weigh(s, m, c, starts, v_tile.dtype)
         # the state is touched here first: a use inside the branch would make every tile wait for its own P * V
         w = w * alpha[:, None]
@@ -105,3 +115,6 @@ def attn_fwd_kernel(
     out_at = out + row[:, None] * so_t + head.to(tl.int64)[:, None] * so_h + d[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=live)
     tl.store(lse + row * s_lse + head, row_lse, mask=row_ok)
+    if begun is not None:
+        tl.store(begun + row * s_lse + head, row_begun, mask=row_ok)
+        tl.store(folded + row * s_lse + head, row_folded + (m != NEG_INF).to(tl.int32), mask=row_ok)

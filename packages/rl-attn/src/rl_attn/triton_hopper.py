@@ -50,8 +50,8 @@ def _fetch(
 
 @gluon.jit
 def _attend(
-    which, q, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse, positions, c,
-    q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t, so_h, s_lse,
+    which, q, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse, begun, folded,
+    positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t, so_h, s_lse,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr,
     STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
@@ -102,6 +102,9 @@ def _attend(
     mbarrier.arrive(k_empty.index(0), count=1)
     s = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), s, NEG_INF)
     m, alpha, p = weigh(s, m, c, True, dtype)
+    if begun is not None:
+        row_begun = (position >= 0).to(gl.int32)
+        row_folded = gl.zeros([GROUP_ROWS], gl.int32, rows_layout)
     mbarrier.wait(k_ready.index(1 % STAGES), 1 // STAGES, pred=tiles > 1)
     for j in range(1, tiles):
         slot = j % STAGES
@@ -127,6 +130,9 @@ def _attend(
         o = o * columns(alpha, layout_o)
         w = w * columns(alpha, layout_w)
         if starts:
+            if begun is not None:
+                row_begun += (first <= position).to(gl.int32)
+                row_folded += (m != NEG_INF).to(gl.int32)
             total_m, a, b = fold_factors(total_m, m)
             total_w = gl.fma(total_w, columns(a, layout_w), w * columns(b, layout_w))
             total.store(gl.fma(total.load(layout_o), columns(a, layout_o), o * columns(b, layout_o)))
@@ -160,6 +166,10 @@ def _attend(
         row_lse = gl.where(bad != 0, float("nan"), row_lse)
     head = kv_head * GROUP + rows % GROUP
     gl.store(lse + (q_begin + token).to(gl.int64) * s_lse + head, row_lse, mask=row_ok)
+    if begun is not None:
+        counted = (q_begin + token).to(gl.int64) * s_lse + head
+        gl.store(begun + counted, row_begun, mask=row_ok)
+        gl.store(folded + counted, row_folded + (m != NEG_INF).to(gl.int32), mask=row_ok)
     out_head = (kv_head * GROUP + out_rows % GROUP).to(gl.int64)
     at = (q_begin + out_token).to(gl.int64) * so_t + out_head * so_h
     d = gl.arange(0, D, gl.SliceLayout(0, layout_o))
@@ -171,7 +181,7 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["sequences", "blocks"])
 def attn_fwd_sm90_kernel(
-    q, k_desc, v_desc, out, lse, cu_q, cu_k, seq_lens, positions, table, c, sequences, blocks,
+    q, k_desc, v_desc, out, lse, begun, folded, cu_q, cu_k, seq_lens, positions, table, c, sequences, blocks,
     sq_t, sq_h, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns,
     so_t, so_h, s_lse, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
@@ -180,6 +190,7 @@ def attn_fwd_sm90_kernel(
     """Grid (tiles, kv heads); 128 query rows a program. K and V as tables of rows behind their descriptors.
 
     PAGE 0: packed, a row holds all heads. Sequences of up to SHORT queries are left to ``triton_hopper_decode``.
+    begun, folded: int32, laid out as lse, or None; what ``counting`` says.
     """
     TOKENS: gl.constexpr = 2 * GROUP_ROWS // GROUP
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -250,16 +261,16 @@ def attn_fwd_sm90_kernel(
                 _attend,
                 (
                     0, q, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse,
-                    positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t, so_h, s_lse,
-                    GROUP, TOKENS, D, KEY_TILE, SEGMENT, STAGES, PAGE,
+                    begun, folded, positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t,
+                    so_h, s_lse, GROUP, TOKENS, D, KEY_TILE, SEGMENT, STAGES, PAGE,
                 ),
             ),
             (
                 _attend,
                 (
                     1, q, q_tiles, k_tiles, v_tiles, ones, totals, k_ready, v_ready, k_empty, v_empty, out, lse,
-                    positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t, so_h, s_lse,
-                    GROUP, TOKENS, D, KEY_TILE, SEGMENT, STAGES, PAGE,
+                    begun, folded, positions, c, q_begin, q_len, k_len, token0, kv_head, tiles, bad, sq_t, sq_h, so_t,
+                    so_h, s_lse, GROUP, TOKENS, D, KEY_TILE, SEGMENT, STAGES, PAGE,
                 ),
             ),
             (

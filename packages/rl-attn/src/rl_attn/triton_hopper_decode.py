@@ -126,7 +126,7 @@ def _fetch_segments(
 
 @gluon.jit
 def _finish(
-    m, w, o, rows_done, sums_done, out, lse, q_begin, q_len, head, so_t, so_h, s_lse,
+    m, w, o, rows_done, sums_done, out, lse, folded, q_begin, q_len, head, so_t, so_h, s_lse,
     GROUP: gl.constexpr, D: gl.constexpr, rows_layout: gl.constexpr, layout_o: gl.constexpr,
 ):  # fmt: skip
     """Fold the only segment of a sequence into the empty state, divide and store; rows change threads, so that all of
@@ -140,6 +140,8 @@ def _finish(
     row_lse = gl.where(some, (total_m + gl.log2(gl.where(some, total_w, 1.0))) * LN2, NEG_INF)
     at = (q_begin + rows // GROUP).to(gl.int64) * s_lse + head + rows % GROUP
     gl.store(lse + at, row_lse, mask=rows // GROUP < q_len)
+    if folded is not None:
+        gl.store(folded + at, (m != NEG_INF).to(gl.int32), mask=rows // GROUP < q_len)
     flat(rows_done, [GROUP_ROWS, D], ROWS_SHARED).store(total_o)
     flat(sums_done, [GROUP_ROWS], SUMS_SHARED).store(total_w)
     barrier()
@@ -159,8 +161,8 @@ def _finish(
 
 @gluon.jit
 def _attend_segments(
-    q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, cu_q, seq_lens, table, c,
-    sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
+    q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, begun, folded, cu_q, seq_lens,
+    table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
@@ -209,6 +211,10 @@ def _attend_segments(
                 page = gl.load(table + sequence.to(gl.int64) * s_table + entry, mask=entry * PAGE < stop, other=0)
                 bad = gl.maximum(bad, gl.max(((page < 0) | (page >= blocks)).to(gl.int32), 0))
             position = gl.where(rows // GROUP < q_len, length - q_len + rows // GROUP, -1)
+            if begun is not None:
+                counted = (q_begin + rows // GROUP).to(gl.int64) * s_lse + kv_head * GROUP + rows % GROUP
+                one = gl.full([GROUP_ROWS], 1, gl.int32, rows_layout)
+                gl.atomic_add(begun + counted, one, mask=start <= position)
             m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, rows_layout)
             w = gl.zeros([GROUP_ROWS, SUM_COLUMNS], gl.float32, layout_w)
             o = gl.zeros([GROUP_ROWS, D], gl.float32, layout_o)
@@ -240,8 +246,8 @@ def _attend_segments(
             row_sum = gl.where(bad != 0, float("nan"), gl.max(w, 1))
             head = kv_head * GROUP
             if count == 1:
-                _finish(m, gl.convert_layout(row_sum, rows_layout), o, rows_done, sums_done, out, lse, q_begin, q_len,
-                        head, so_t, so_h, s_lse, GROUP, D, rows_layout, layout_o)  # fmt: skip
+                _finish(m, gl.convert_layout(row_sum, rows_layout), o, rows_done, sums_done, out, lse, folded,
+                        q_begin, q_len, head, so_t, so_h, s_lse, GROUP, D, rows_layout, layout_o)  # fmt: skip
             else:
                 # partial states of slot (sequence, segment, query)
                 first_slot = slots + segment * q_len
@@ -258,14 +264,14 @@ def _attend_segments(
 
 @gluon.jit(do_not_specialize=["sequences", "blocks"])
 def attn_segments_sm90_kernel(
-    q, k_desc, v_desc, part_m, part_w, part_o, out, lse, so_t, so_h, s_lse, cu_q, seq_lens, table, c, sequences,
-    kv_heads, blocks, sq_t, sq_h, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns,
-    s_table,
+    q, k_desc, v_desc, part_m, part_w, part_o, out, lse, begun, folded, so_t, so_h, s_lse, cu_q, seq_lens, table, c,
+    sequences, kv_heads, blocks, sq_t, sq_h, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows,
+    v_head_columns, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """As ``triton_decode.attn_segments_kernel``; the grid is a multiple of kv_heads, and each team of kv_heads programs
-    takes an equal run of (sequence, segment)."""
+    takes an equal run of (sequence, segment). begun, folded: int32, laid out as lse, or None."""
     dtype: gl.constexpr = k_desc.dtype
     ones_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, KEY_TILE], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], k_desc.layout)
@@ -289,9 +295,9 @@ def attn_segments_sm90_kernel(
             (
                 _attend_segments,
                 (
-                    q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, cu_q,
-                    seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
-                    GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
+                    q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, begun,
+                    folded, cu_q, seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse,
+                    s_table, GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
                 ),
             ),
             (

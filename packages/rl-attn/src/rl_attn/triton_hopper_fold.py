@@ -36,10 +36,13 @@ def _start(part_o, tiles, slot, q_len, heads, head, first, count, D: gl.constexp
 
 @gluon.jit(do_not_specialize=["sequences"])
 def attn_fold_sm90_kernel(
-    part_m, part_w, part_o, out, lse, cu_q, seq_lens, sequences, heads, so_t, so_h, s_lse,
+    part_m, part_w, part_o, out, lse, folded, cu_q, seq_lens, sequences, heads, so_t, so_h, s_lse,
     D: gl.constexpr, SEGMENT: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
-    """Grid (query rows, heads). Brought up while the segments still run: waits before it reads a partial state."""
+    """Grid (query rows, heads). Brought up while the segments still run: waits before it reads a partial state.
+
+    folded: int32, laid out as lse, or None; what ``counting`` says.
+    """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.program_id(0)
     head = gl.program_id(1)
@@ -87,12 +90,16 @@ def attn_fold_sm90_kernel(
     total_m = NEG_INF
     total_w = gl.zeros([D], gl.float32, line)  # every column holds the row sum
     total_o = gl.zeros([D], gl.float32, line)
+    if folded is not None:
+        row_folded = 0
     for first in range(0, count, CHUNK):
         buffer = (first // CHUNK) % 2
         number = first + i
         at = (slot + number * q_len).to(gl.int64) * heads + head
         m = gl.load(part_m + at, mask=number < count, other=NEG_INF)
         w = gl.load(part_w + at, mask=number < count, other=0.0)
+        if folded is not None:
+            row_folded += gl.sum((m != NEG_INF).to(gl.int32), 0)
         # the maximum before each segment: of all up to it, shifted by one
         earlier = gl.load(part_m + at - q_len * heads, mask=(i > 0) & (number <= count), other=NEG_INF)
         before = gl.maximum(total_m, gl.associative_scan(earlier, 0, _larger))
@@ -125,3 +132,5 @@ def attn_fold_sm90_kernel(
     gl.store(out + row.to(gl.int64) * so_t + head.to(gl.int64) * so_h + d, result)
     row_lse = gl.where(some, (total_m + gl.log2(divisor)) * LN2, NEG_INF)
     gl.store(lse + row.to(gl.int64) * s_lse + head + d * 0, row_lse, mask=d == 0)
+    if folded is not None:
+        gl.store(folded + row.to(gl.int64) * s_lse + head + d * 0, row_folded + d * 0, mask=d == 0)
