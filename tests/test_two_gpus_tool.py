@@ -2,12 +2,14 @@
 
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -319,6 +321,34 @@ def test_decode_measures_in_turns_and_takes_the_better_round(parts, tmp_path):
     strict.wait(0)
     strict.say("round0")
     native.wait(1)
+
+
+def test_decode_asks_the_bench_for_every_case_and_round(parts, tmp_path, monkeypatch):
+    module = parts("two_gpu_parts.decode")
+    arms, asked, resets = module.engine_arms, [], []
+    llm = types.SimpleNamespace(
+        llm_engine=types.SimpleNamespace(output_processor=types.SimpleNamespace(process_outputs=None)),
+        reset_prefix_cache=lambda: resets.append(len(asked)),
+    )
+    start, measure = inspect.signature(arms.start), inspect.signature(arms.measure)
+
+    def begun(*args, **kwargs):
+        assert start.bind(*args, **kwargs).arguments["engine"] == "strict"
+        return llm
+
+    def measured(*args, **kwargs):
+        given = measure.bind(*args, **kwargs).arguments
+        assert isinstance(given["steps"], arms.Steps)
+        asked.append((given["prompt"], given["batch"], given["new"], given["seeded"]))
+        return {"prefill": 1.0, "decode": 2.0}
+
+    monkeypatch.setattr(arms, "start", begun)
+    monkeypatch.setattr(arms, "measure", measured)
+    monkeypatch.setattr(module.os, "_exit", lambda status: None)
+    module.measure("strict", str(tmp_path), time.time())
+    assert asked == [(*case, True) for case in module.CASES] * (1 + module.ROUNDS)
+    assert resets == list(range(len(asked)))
+    assert module.speeds(tmp_path)["tokens/s, batch 1, prompt 512"]["strict"]["decode"] == 2.0
 
 
 ARM = """

@@ -23,7 +23,10 @@ ENGINES = {
     "TP2 graphs": (2, False, "0,1"),
 }
 FIRST = "TP1 eager"
-LENGTHS = (1, 2, 16, 17, 63, 130, 400)
+# up to three segments of 1,024 keys; one begins its second while it decodes
+LENGTHS = (1, 2, 17, 63, 400, 1010, 1100, 2300)
+# of the cache, where the model has so many positions
+CONTEXT = 4096
 TEMPERATURES = (0.7, 1.0, 0.0, 1.3)
 # prompts of the second call, which run at once, and new tokens of both
 MANY, TOKENS = 64, 32
@@ -100,10 +103,12 @@ def sample(asked: dict[str, Any]) -> None:
 
     cuda = asked["device"] == "cuda"
     settings = rl_vllm.settings_from_hf(asked["model"], leaves=2, arch=platform.arch())
+    positions = json.loads((Path(asked["model"]) / "config.json").read_text())["max_position_embeddings"]
     profile = build_profile("two", settings)
     options: dict[str, Any] = {
         "model": asked["model"], "tensor_parallel_size": asked["tp"], "skip_tokenizer_init": True,
-        "max_model_len": 448, "max_num_seqs": MANY, "max_num_batched_tokens": 2048, "enforce_eager": asked["eager"],
+        "max_model_len": min(CONTEXT, positions), "max_num_seqs": MANY, "max_num_batched_tokens": 2048,
+        "enforce_eager": asked["eager"],
     }  # fmt: skip
     if cuda:
         # engines that start at once would count one another's memory
@@ -142,6 +147,9 @@ def sample(asked: dict[str, Any]) -> None:
     }  # fmt: skip
     if cuda and (graphs.get("replays", 0) > 0) == asked["eager"]:
         raise AssertionError(f"{asked['name']}: {graphs}")
+    segments = max(lengths) > settings.segment
+    if cuda and segments and not any(kernel.endswith("decode") for kernel in facts["kernels"]):
+        raise AssertionError(f"{asked['name']}: keys of several segments, and no decode over them: {facts['kernels']}")
     if len(reports) != asked["tp"]:
         raise AssertionError(f"{asked['name']}: {len(reports)} workers")
     Path(asked["out"]).write_text(json.dumps({"facts": facts, "answers": answers}))

@@ -27,7 +27,7 @@ FIGURES = ("valid_count", "mismatch_count", "nonfinite_count", "absent_count", "
 PROGRAM = (sys.executable, "-W", "ignore", "-m", "rl_parity.cli")
 GPU = "--device cuda --placement colocated --gpu-memory-utilization 0.12 --timeout 140"
 OPTIONS = (
-    "--launcher local --leaves 2 --prompts random:32-96 --max-model-len 512 --batch 8 --group 4 --max-new-tokens 16 "
+    "--launcher local --leaves 2 --prompts random:64-1400 --max-model-len 2048 --batch 8 --group 4 --max-new-tokens 16 "
     "--lr 1e-5 --eager"
 )
 

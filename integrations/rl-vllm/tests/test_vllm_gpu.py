@@ -5,6 +5,7 @@ all modes and both model runners have one another's bits, and those of a trainer
 """
 
 import os
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,12 +31,13 @@ CONFIG = tiny_config(
 SHAPE = ModelShape.from_hf_config(CONFIG)
 WEIGHTS = tiny_weights(CONFIG)
 TOKENS = 12
-LENGTHS = [1, 2, 16, 17, 63, 130, 511, 513, 700]
+# up to three segments of 1,024 keys; one begins its second while it decodes
+LENGTHS = [1, 2, 17, 63, 130, 511, 1018, 1100, 2500]
 REQUESTS = [(prompt(i, n, 4096), 100 + i, (0.7, 1.0, 0.0, 1.3)[i % 4]) for i, n in enumerate(LENGTHS)]
 PROMPTS = [p for p, _, _ in REQUESTS]
 PARAMS = [sampled(seed, tokens=TOKENS, temperature=t) for _, seed, t in REQUESTS]
 SMALL = {
-    "max_model_len": 1024, "block_size": 16, "num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1 << 30,
+    "max_model_len": 4096, "block_size": 16, "num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1 << 30,
     "gpu_memory_utilization": 0.04, "max_num_batched_tokens": 2048, "max_num_seqs": 256,
 }  # fmt: skip
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256]}
@@ -81,6 +83,28 @@ def answer(weights, profile, requests=REQUESTS, tokens=TOKENS):
     return rollout(weights, SHAPE, profile.settings, requests, tokens)
 
 
+def decoded(llm, prompts, params):
+    """What was generated, and attention's launches of the steps after the last prompt's: (kernel, plan) -> count."""
+    names = [f"decoded-{i}" for i in range(len(prompts))]
+    for name, ids, asked in zip(names, prompts, params):
+        llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, asked)
+    started, done = set(), {}
+    while llm.llm_engine.has_unfinished_requests():
+        before = len(started)
+        for output in llm.llm_engine.step():
+            started.add(output.request_id)
+            if output.finished:
+                done[output.request_id] = tokens_and_logprobs(output)
+        if before < len(started) == len(names):
+            rl_vllm.reset_launches(llm)
+    report, *_ = rl_vllm.report(llm)
+    counts = Counter()
+    for row in report["launches"]:
+        if row["boundary"] == "attention" and row["phase"] != "capture":
+            counts[row["kernel"], row["plan"]] += row["count"]
+    return [done[name] for name in names], counts
+
+
 @pytest.mark.field_report("R54")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("runner", "family"), [("v2", "segments"), ("v1", "segments"), ("v2", "nosplit")])
@@ -93,6 +117,9 @@ def test_graph_eager_compiled_and_captured_engines_equal_the_operators(checkpoin
         # one after the other: batches of one, captured as such
         alone = [generate(llm, [p], [s])[0] for p, s in zip(PROMPTS[-2:], PARAMS[-2:])]
         assert_same(alone, found[-2:])
+        longer = [sampled(seed, tokens=64, temperature=t) for _, seed, t in REQUESTS]
+        again, kernels = decoded(llm, PROMPTS, longer)
+        assert_same([(ids[:TOKENS], values[:TOKENS]) for ids, values in again], found)
     captured = mode in ("graphs", "full")
     assert (report["graphs"]["captures"] > 0, report["graphs"]["replays"] > 0) == (captured, captured)
     # with the model, what follows it in the V2 runner is captured too
@@ -107,6 +134,18 @@ def test_graph_eager_compiled_and_captured_engines_equal_the_operators(checkpoin
     assert all(x["layout"] == "paged" for x in report["launches"] if x["boundary"] == "attention")
     ours = {f"rl_attn.triton_{kernel}" for kernel in ("forward", "decode", "hopper", "hopper_decode")}
     assert paged <= {*ours, "rl_attn.nosplit"}
+    # decoding is split by segments, which a fold joins, and never walks; a graph of mixed batches holds both
+    decodes = {kernel: plan for kernel, plan in kernels if kernel.endswith("decode")}
+    if family == "nosplit":
+        assert {kernel for kernel, _ in kernels} == {"rl_attn.nosplit"}
+    elif mode == "full":
+        assert decodes
+    else:
+        assert kernels
+        assert decodes.keys() == {kernel for kernel, _ in kernels}
+    assert all("+" in plan and plan.endswith("most4") for plan in decodes.values())
+    if ARCH == "sm90" and family != "nosplit":
+        assert "rl_attn.triton_hopper_decode" in decodes
 
 
 @pytest.mark.field_report("R30")
@@ -218,6 +257,10 @@ def test_trace_of_a_step_shows_no_stock_kernel_inside_the_model(checkpoint, tmp_
     found = trace.check(traces)
     assert [f.graphs > 0 for f in found][:2] == [False, False]
     assert any(f.graphs for f in found[2:])
-    boundaries = ("gemm", "attn", "norm", "rotary", "swiglu")
+    boundaries = ("gemm", "attn_fwd", "norm", "rotary", "swiglu")
     kernels = {name for f in found for name in f.ours}
     assert all(any(b in name for name in kernels) for b in boundaries), kernels
+    # 64 rows of one token each: segments and the fold that joins them, and no walk
+    for f in found[1::2]:
+        names = {name for name in f.ours if name.startswith("attn_")}
+        assert {name.split("_")[1] for name in names} == {"segments", "fold"}, names
