@@ -143,6 +143,17 @@ def test_sm90_uses_its_matrix_unit_and_one_exp2():
     assert not re.search(r"fma\.r[zmp]", ptx)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decode_of_tables_of_one_segment_stores_no_partial_state(head_dim):
+    row = plans.shipped("sm90").choose("segments", head_dim, specialised=True)
+    function, constants, options, box = _launch(row, head_dim, 16)
+    none = dict.fromkeys(("part_m", "part_w", "part_o"))
+    built, whole = (_compile(function, constants | more, options, "sm90", box) for more in (none, {}))
+    assert built.metadata.shared <= ROOM["sm90"]
+    stores = [x.asm["ptx"].count("st.global") for x in (built, whole)]
+    assert 0 < stores[0] < stores[1]
+
+
 def test_decode_of_a_segment_of_any_number_of_pages_compiles():
     row = plans.shipped("sm90").choose("segments", 128, specialised=True)
     function, constants, options, box = _launch(row, 128, 16)

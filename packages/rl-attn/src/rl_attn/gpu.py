@@ -20,6 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 # sequences of one call whose segments may run in parallel; more than this fill the processors by themselves
 MOST_SPLIT_SEQUENCES = 1024
 MOST_SPLIT_PROGRAMS = 1024
+# sequences up to which a table of one segment goes through the kernel for decode; 0: through the walk
+MOST_SHORT_SEQUENCES = 1024
 # rows a processor up to which the fold of sm90 takes them
 FOLD_PROGRAMS = 2
 # of a thread, for the specialised kernels where a processor runs one program
@@ -194,9 +196,13 @@ def paged(
     split = own.choose("segments", head_dim, sequences * kv_heads * most, specialised=may)
     room = block_rows(split, group) // group
     few = tokens <= sequences * room
-    splits = most > 1 and sequences <= MOST_SPLIT_SEQUENCES and sequences * kv_heads <= MOST_SPLIT_PROGRAMS
-    # of one sequence that is not short the segments have nothing to do
-    splits = splits and (few or sequences > 1)
+    if most > 1:
+        splits = sequences <= MOST_SPLIT_SEQUENCES and sequences * kv_heads <= MOST_SPLIT_PROGRAMS
+        # of one sequence that is not short the segments have nothing to do
+        splits = splits and (few or sequences > 1)
+    else:
+        # nothing runs in parallel that the walk would not; what pays is the kernel that needs no fold
+        splits = split.specialised and few and sequences <= MOST_SHORT_SEQUENCES
     short = (room if few else 1) if splits else 0
     if out is None:
         out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
@@ -205,12 +211,13 @@ def paged(
     if splits:
         # one thread a column leaves processors idle unless rows are few
         few_rows = tokens * heads <= FOLD_PROGRAMS * (_processors(q.device.index or 0) if q.is_cuda else 1)
-        fold_row = own.choose("fold", head_dim, most, specialised=split.specialised and few_rows)
+        fold_row = own.choose("fold", head_dim, most, specialised=split.specialised and few_rows) if most > 1 else None
+        names = split.name if fold_row is None else f"{split.name}+{fold_row.name}"
         _segments(
             split, fold_row, q, k_cache, v_cache, strides, query_start_loc, seq_lens, block_table, scale, key_tile,
             segment, most, short, out, lse, counts,
         )  # fmt: skip
-        plan = f"{own.arch}:{split.name}+{fold_row.name}:tile{key_tile}-segment{segment}-most{most}"
+        plan = f"{own.arch}:{names}:tile{key_tile}-segment{segment}-most{most}"
         kernel = "rl_attn.triton_hopper_decode" if split.specialised else "rl_attn.triton_decode"
         record("attention", kernel, plan, "paged")
     # where every sequence is short the walk has nothing to do; without a bound only the device knows
@@ -305,7 +312,7 @@ def _walk_specialised(
 
 
 def _segments(
-    row: plans.Row, fold_row: plans.Row, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], cu_q: Tensor,
+    row: plans.Row, fold_row: plans.Row | None, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], cu_q: Tensor,
     seq_lens: Tensor, table: Tensor, scale: float, key_tile: int, segment: int, most: int, short: int, out: Tensor,
     lse: Tensor, counts: Counts,
 ) -> None:  # fmt: skip
@@ -314,10 +321,11 @@ def _segments(
     group, sequences = heads // kv_heads, seq_lens.numel()
     if tokens == 0 or sequences == 0:
         return
-    slots = min(tokens, sequences * short) * most
-    part_m = torch.empty((2, slots, heads), dtype=torch.float32, device=q.device)
-    part_o = torch.empty((slots, heads, head_dim), dtype=torch.float32, device=q.device)
-    parts = (part_m[0], part_m[1], part_o)
+    parts: tuple[Tensor, ...] | tuple[None, ...] = (None, None, None)
+    if fold_row is not None:
+        slots = min(tokens, sequences * short) * most
+        part_m = torch.empty((2, slots, heads), dtype=torch.float32, device=q.device)
+        parts = (*part_m, torch.empty((slots, heads, head_dim), dtype=torch.float32, device=q.device))
     room, block_d = padded(sequences), padded(head_dim)
     programs = row.programs * (_processors(q.device.index or 0) if q.is_cuda else 1)
     decode = kernels().decode
@@ -338,6 +346,8 @@ def _segments(
             GROUP=group, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_rows(row, group), KEY_TILE=key_tile,
             SEGMENT=segment, PAGE=page, SHORT=short, B=room, STAGES=stages_for(row, key_tile), **options(row, key_tile),
         )  # fmt: skip
+    if fold_row is None:
+        return
     # only the specialised segments let the fold come up early
     early = {"launch_pdl": True} if row.specialised else {}
     steps = (out.stride(0), out.stride(1), lse.stride(0))

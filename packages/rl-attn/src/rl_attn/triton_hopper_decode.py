@@ -42,12 +42,19 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _describe(cu_q, seq_lens, sequence, SEGMENT: gl.constexpr, SHORT: gl.constexpr):
-    """Of one sequence: first query row, queries, keys, segments that this kernel computes."""
+def _describe(cu_q, seq_lens, sequence, SEGMENT: gl.constexpr, SHORT: gl.constexpr, ONE: gl.constexpr):
+    """Of one sequence: first query row, queries, keys, segments that this kernel computes.
+
+    ONE: a sequence is one segment, without queries where it is not this kernel's, so that none has to be counted."""
     begin = gl.load(cu_q + sequence).to(gl.int32)
     queries = gl.load(cu_q + sequence + 1).to(gl.int32) - begin
     keys = gl.load(seq_lens + sequence).to(gl.int32)
-    count = gl.where((queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+    if ONE:
+        queries = gl.where(queries <= SHORT, queries, 0)
+        keys = gl.where(queries > 0, gl.minimum(keys, SEGMENT), 0)
+        count = begin * 0 + 1
+    else:
+        count = gl.where((queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
     return begin, queries, keys, count
 
 
@@ -93,22 +100,38 @@ def _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl
 
 
 @gluon.jit
+def _run(
+    cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl.constexpr, WARPS: gl.constexpr,
+    ONE: gl.constexpr,
+):  # fmt: skip
+    """As ``_share``; with one segment a sequence, no length is looked at."""
+    if ONE:
+        team = gl.program_id(0) // kv_heads
+        teams = gl.num_programs(0) // kv_heads
+        begin = sequences * team // teams
+        return begin, sequences * (team + 1) // teams, begin, begin, begin * 0
+    else:
+        return _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, WARPS)
+
+
+@gluon.jit
 def _fetch_segments(
     k_desc, v_desc, tiles, ready, empty, cu_q, seq_lens, table, sequences, kv_heads, blocks, k_page_rows, k_head_rows,
     k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
     KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, SHORT: gl.constexpr,
+    ONE: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp: a ring of STAGES tiles, keys and values in turn."""
-    begin, end, sequence, first_item, _ = _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 1)
+    begin, end, sequence, first_item, _ = _run(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 1, ONE)
     kv_head = gl.program_id(0) % kv_heads
     taken = 0
     if begin < end:
-        _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+        _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
         for item in range(begin, end):
             while item >= first_item + count:
                 first_item += count
                 sequence += 1
-                _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+                _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
             start = (item - first_item) * SEGMENT
             table_row = table + sequence.to(gl.int64) * s_table
             stop = gl.minimum(start + SEGMENT, length)
@@ -164,7 +187,7 @@ def _attend_segments(
     q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, begun, folded, cu_q, seq_lens,
     table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
-    PAGE: gl.constexpr, SHORT: gl.constexpr,
+    PAGE: gl.constexpr, SHORT: gl.constexpr, ONE: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = tiles.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_TILE, 16])
@@ -178,7 +201,7 @@ def _attend_segments(
     # a segment's pages, 128 table entries at a time; one more where it begins inside a page
     PARTS: gl.constexpr = (SEGMENT // PAGE + 128) // 128
 
-    begin, end, sequence, first_item, slots = _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 4)
+    begin, end, sequence, first_item, slots = _run(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 4, ONE)
     heads = kv_heads * GROUP
     kv_head = gl.program_id(0) % kv_heads
     key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, layout_s))
@@ -191,13 +214,13 @@ def _attend_segments(
     no_scores = gl.zeros([GROUP_ROWS, KEY_TILE], gl.float32, layout_s)
     taken = 0
     if begin < end:
-        q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+        q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
         for item in range(begin, end):
             while item >= first_item + count:
                 first_item += count
                 slots += count * q_len
                 sequence += 1
-                q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT)
+                q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
             segment = item - first_item
             start = segment * SEGMENT
             stop = gl.minimum(start + SEGMENT, length)
@@ -245,7 +268,10 @@ def _attend_segments(
             # a page outside the cache turns the rows that needed it into NaN
             row_sum = gl.where(bad != 0, float("nan"), gl.max(w, 1))
             head = kv_head * GROUP
-            if count == 1:
+            if ONE:
+                _finish(m, gl.convert_layout(row_sum, rows_layout), o, rows_done, sums_done, out, lse, folded,
+                        q_begin, q_len, head, so_t, so_h, s_lse, GROUP, D, rows_layout, layout_o)  # fmt: skip
+            elif count == 1:
                 _finish(m, gl.convert_layout(row_sum, rows_layout), o, rows_done, sums_done, out, lse, folded,
                         q_begin, q_len, head, so_t, so_h, s_lse, GROUP, D, rows_layout, layout_o)  # fmt: skip
             else:
@@ -271,7 +297,10 @@ def attn_segments_sm90_kernel(
     PAGE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """As ``triton_decode.attn_segments_kernel``; the grid is a multiple of kv_heads, and each team of kv_heads programs
-    takes an equal run of (sequence, segment). begun, folded: int32, laid out as lse, or None."""
+    takes an equal run of (sequence, segment). begun, folded: int32, laid out as lse, or None.
+
+    part_m, part_w, part_o: None where no sequence has more keys than a segment; then nothing is left to fold."""
+    ONE: gl.constexpr = part_m is None
     dtype: gl.constexpr = k_desc.dtype
     ones_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, KEY_TILE], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, D], k_desc.layout)
@@ -297,7 +326,7 @@ def attn_segments_sm90_kernel(
                 (
                     q, tiles, ones, rows_done, sums_done, ready, empty, part_m, part_w, part_o, out, lse, begun,
                     folded, cu_q, seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse,
-                    s_table, GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
+                    s_table, GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT, ONE,
                 ),
             ),
             (
@@ -305,7 +334,7 @@ def attn_segments_sm90_kernel(
                 (
                     k_desc, v_desc, tiles, ready, empty, cu_q, seq_lens, table, sequences, kv_heads, blocks,
                     k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
-                    KEY_TILE, SEGMENT, STAGES, PAGE, SHORT,
+                    KEY_TILE, SEGMENT, STAGES, PAGE, SHORT, ONE,
                 ),
             ),
         ],
