@@ -1,5 +1,6 @@
 """The tools that read or write files of measurements: both files or none, and one line on bad input or no GPU."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -96,6 +97,36 @@ def test_bad_input_no_gpu_is_one_line(command, tmp_path):
     done = run(*command, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"{name} needs 1 GPU, torch sees 0")
     assert "Traceback" not in done.stderr
+
+
+UNWRITABLE = [("golden", "--out"), ("certify", "--plan", "x.json", "--out"), ("tune", "time", "--json")]
+
+
+@pytest.mark.parametrize("command", UNWRITABLE, ids=[c[0] for c in UNWRITABLE])
+def test_bad_input_a_file_that_cannot_be_written_stops_the_tool_at_once(command, tmp_path):
+    """Before the GPU is asked for, and long before there is something to write."""
+    done = run(*command, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stderr.count("is a folder, name a file")) == (2, 1), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_input_a_file_to_write_is_no_folder_and_below_none_that_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
+    from command_line import file_to_write
+
+    (tmp_path / "file").write_text("kept")
+    for path, why in (
+        (tmp_path, "is a folder, name a file"),
+        (tmp_path / "file" / "deep" / "x", "is a file, so"),
+        (Path("/proc/version/x"), "is a file, so"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=why):
+            file_to_write(str(path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(argparse.ArgumentTypeError, match="may not be written to"):
+        file_to_write(str(tmp_path / "new" / "x"))
+    assert file_to_write(str(tmp_path / "file")) == tmp_path / "file"
+    assert {p.name for p in tmp_path.iterdir()} == {"file"}
 
 
 @pytest.mark.parametrize("options", [["--shape", "3"], ["--rows", "0"], ["--budget", "nan"]], ids=lambda o: o[0])

@@ -3,8 +3,10 @@
 import argparse
 import json
 import math
+import os
 import re
 import sys
+from pathlib import Path
 
 
 def seconds(text):
@@ -44,6 +46,19 @@ def name_expression(text):
     except Exception as error:  # its class depends on pytest's version
         raise argparse.ArgumentTypeError(f"{text!r} is no expression on test names: {error}") from error
     return text
+
+
+def file_to_write(text):
+    """A path that a file can be written to, its folders made where they are missing; known before any work is done."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, name a file")
+    near = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if near != path and not near.is_dir():
+        raise argparse.ArgumentTypeError(f"{near} is a file, so {text} cannot be written below it")
+    if not os.access(near, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{near} may not be written to; name a file elsewhere")
+    return path
 
 
 def read_json(path, **kinds):

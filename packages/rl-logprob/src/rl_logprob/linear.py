@@ -3,7 +3,7 @@
 Order and rounding are contract `logprob`; how many ids a chunk holds moves memory and time, never bits.
 """
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ import rl_gemm.ops
 from rl_contract import Communicator, ContractError, SingleRank, TokenShards
 from rl_contract.gradients import main_grad_of
 from rl_contract.tokens import check_peers
-from rl_logprob import gpu, linear_gpu, ops
+from rl_logprob import gpu, linear_gpu, linear_shared, ops
 from rl_logprob.checks import (
     check_targets,
     check_tensor,
@@ -24,14 +24,10 @@ from rl_logprob.checks import (
     whole_number,
 )
 from rl_logprob.scores import Nonfinite
-from rl_logprob.support import Support, SupportIds, SupportKey, check_support, key_of, refuse_empty
+from rl_logprob.support import Support, SupportIds, check_support, key_of, refuse_empty
 
 # fp32 logits held at once; at least one vocabulary tile
 CHUNK_ELEMENTS = 1 << 22
-# of a gradient that ranks share, how much is gathered at once
-SHARED_ELEMENTS = 1 << 26
-# below so many tokens a GPU computes a gradient of weight sooner than its peers could send their parts
-SHARED_TOKENS = 4096
 
 
 @overload
@@ -262,7 +258,6 @@ class _LinearLogprob(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
         if not ctx.with_entropy:
             dentropy = dlogp.new_empty(0)
-        threshold, last_id = key_of(ctx.support)
         rows = [hidden, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous()]
         if ctx.tokens is None or not needs_weight:
             grads = _gradients(
@@ -275,55 +270,7 @@ class _LinearLogprob(torch.autograd.Function):
                 ctx, ctx.comm, weight, *rows, support=ctx.support, needs_hidden=True, needs_weight=False
             )[0]
         ctx.logits = None
-        gather = ctx.tokens.gather
-        if ctx.temperature is None:
-            every_temperature = gather(temperature)
-        else:
-            # one number for all tokens, of which a GPU keeps no row where it is 1
-            every_temperature = row_temperature(ctx.temperature, ctx.tokens.total, hidden.device)
-        every = [gather(hidden), gather(targets), every_temperature, gather(state), gather(rows[4])]
-        every.append(ctx.tokens.gather(rows[-1]) if ctx.with_entropy else dentropy)
-        support = None
-        if threshold is not None and last_id is not None:
-            support = SupportKey(ctx.tokens.gather(threshold), ctx.tokens.gather(last_id))
-        return None, None, dhidden, _shared_weight_gradient(ctx, weight, every, support), *[None] * 11
-
-
-def _shared_weight_gradient(ctx: Any, weight: Tensor, every: list[Tensor], support: Support | None) -> Tensor | None:
-    """Gradient of weight from all tokens: each of the ranks that hold them computes an equal part of the rows.
-
-    Where those are not whole tiles, or tokens are few, it computes all of them.
-    """
-    peers, comm = ctx.tokens.comm, ctx.comm
-    few = weight.is_cuda and ctx.tokens.total < SHARED_TOKENS
-    if few or peers.world_size == 1 or len(weight) % (peers.world_size * ctx.vocab_tile):
-        return _gradients(ctx, comm, weight, *every, support=support, needs_hidden=False, needs_weight=True)[1]
-    size = len(weight) // peers.world_size
-    mine = slice(peers.rank * size, (peers.rank + 1) * size)
-    part, main_grad = weight.detach()[mine], main_grad_of(weight)
-    if main_grad is not None:
-        setattr(part, "main_grad", main_grad[mine])  # noqa: B010 - Tensor declares no such attribute
-    shard = _Shard(comm.rank * peers.world_size + peers.rank, comm.world_size * peers.world_size)
-    own = _gradients(ctx, shard, part, *every, support=support, needs_hidden=False, needs_weight=True)[1]
-    if main_grad is None:
-        assert own is not None
-        return peers.all_gather(own, dim=0)
-    # every rank's main_grad was the same, so the rows that peers have added to are theirs as they are
-    step = max(1, SHARED_ELEMENTS // (main_grad.shape[1] * peers.world_size))
-    for begin in range(0, size, step):
-        end = min(begin + step, size)
-        rows = peers.all_gather(main_grad[mine][begin:end][None], dim=0)
-        for peer in range(peers.world_size):
-            if peer != peers.rank:
-                main_grad[peer * size + begin : peer * size + end] = rows[peer]
-    return None
-
-
-class _Shard(NamedTuple):
-    """Whose rows of the vocabulary are meant; a gradient of weight moves nothing."""
-
-    rank: int
-    world_size: int
+        return None, None, dhidden, linear_shared.weight_gradient(_gradients, ctx, weight, rows), *[None] * 11
 
 
 def _gradients(

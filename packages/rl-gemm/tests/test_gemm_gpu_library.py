@@ -1,0 +1,69 @@
+"""The vendor library is a backend only where it is certified, and its switches are left as they were."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_contract import launches, reset_launches
+from rl_gemm import ops, plans, vendor
+from rl_gemm.testing import equal, matrix, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+
+def test_library_switches_are_restored():
+    matmul = torch.backends.cuda.matmul
+    state = lambda: (  # noqa: E731
+        torch.backends.cuda.preferred_blas_library(),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction_split_k,
+    )
+    before = state()
+    with vendor.no_split_k():
+        assert state() != before
+    assert state() == before
+    with pytest.raises(ZeroDivisionError), vendor.no_split_k():
+        raise ZeroDivisionError
+    assert state() == before
+
+
+def test_library_that_splits_k_is_no_backend():
+    """The layer o at 16 rows: the library's own choice splits K; without the split it has the contract's bits."""
+    x, weight = matrix(16, 4096, "normal", 35), matrix(4096, 4096, "normal", 36)
+    want = reference(x, weight)
+    assert not equal(vendor.uncertified_matmul(x, weight, None, torch.float32), want)
+    assert equal(vendor.matmul(x, weight, None, torch.float32), want)
+
+
+def test_certify_refuses_a_library_that_splits_k():
+    """The tool itself, on the layer o at 16 rows: exit status 1 as the library comes, 0 without the split."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "tools" / "certify").exists():
+        pytest.skip("needs the repository's tools")
+    plan = files("rl_gemm") / "plans" / "sm90.json"
+    command = [sys.executable, root / "tools" / "certify", "--plan", plan, "--shape", "4096,4096", "--rows", "16"]
+    refused, passed = (
+        subprocess.run([*command, *more], capture_output=True, text=True, cwd=root) for more in (["--default"], [])
+    )
+    assert refused.returncode == 1, refused.stderr[-500:]
+    assert "refused, other bits at M=[16]" in refused.stdout
+    assert passed.returncode == 0, passed.stdout + passed.stderr[-500:]
+
+
+def test_without_a_certificate_the_kernel_runs(monkeypatch):
+    x, weight = matrix(512, 4096, "normal", 37), matrix(4096, 4096, "normal", 38)
+    bare = replace(plans.shipped("sm90"), certificates=())
+    monkeypatch.setitem(plans.plan_files.own, "sm90", bare)
+    reset_launches()
+    y = ops.matmul_tree(x, weight)
+    assert all("triton" in r["kernel"] for r in launches())
+    assert equal(y, reference(x, weight))

@@ -1,0 +1,78 @@
+"""The head's gradient of weight over context parallel ranks: each computes equal rows of it from all tokens.
+
+The bits are those of one rank that holds all tokens: tokens are gathered in packed order and every row is computed by
+one rank alone, so no partial sums are joined.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rl_contract.gradients import main_grad_of
+from rl_logprob.checks import row_temperature
+from rl_logprob.support import Support, SupportKey, key_of
+
+# how much of the gradient is gathered at once
+SHARED_ELEMENTS = 1 << 26
+# below so many tokens a GPU computes a gradient of weight sooner than its peers could send their parts
+SHARED_TOKENS = 4096
+
+# (ctx, comm, weight, hidden, targets, temperature, state, dlogp, dentropy, support=, needs_hidden=, needs_weight=)
+Gradients = Callable[..., tuple[Tensor | None, Tensor | None]]
+
+
+class _Shard(NamedTuple):
+    """Whose rows of the vocabulary are meant; a gradient of weight moves nothing."""
+
+    rank: int
+    world_size: int
+
+
+def weight_gradient(gradients: Gradients, ctx: Any, weight: Tensor, rows: list[Tensor]) -> Tensor | None:
+    """Gradient of weight from the tokens of all of ``ctx.tokens``, of which this rank holds ``rows``.
+
+    ``rows``: hidden, targets, temperature, state, dlogp, dentropy. None where it went into ``weight.main_grad``.
+    """
+    every, support = _all_tokens(ctx, rows)
+    peers, comm = ctx.tokens.comm, ctx.comm
+    few = weight.is_cuda and ctx.tokens.total < SHARED_TOKENS
+    if few or peers.world_size == 1 or len(weight) % (peers.world_size * ctx.vocab_tile):
+        # no whole tiles for each, or not worth sending: every rank computes all rows
+        return gradients(ctx, comm, weight, *every, support=support, needs_hidden=False, needs_weight=True)[1]
+    size = len(weight) // peers.world_size
+    mine = slice(peers.rank * size, (peers.rank + 1) * size)
+    part, main_grad = weight.detach()[mine], main_grad_of(weight)
+    if main_grad is not None:
+        setattr(part, "main_grad", main_grad[mine])  # noqa: B010 - Tensor declares no such attribute
+    shard = _Shard(comm.rank * peers.world_size + peers.rank, comm.world_size * peers.world_size)
+    own = gradients(ctx, shard, part, *every, support=support, needs_hidden=False, needs_weight=True)[1]
+    if main_grad is None:
+        assert own is not None
+        return peers.all_gather(own, dim=0)
+    # every rank's main_grad was the same, so the rows that peers have added to are theirs as they are
+    step = max(1, SHARED_ELEMENTS // (main_grad.shape[1] * peers.world_size))
+    for begin in range(0, size, step):
+        end = min(begin + step, size)
+        gathered = peers.all_gather(main_grad[mine][begin:end][None], dim=0)
+        for peer in range(peers.world_size):
+            if peer != peers.rank:
+                main_grad[peer * size + begin : peer * size + end] = gathered[peer]
+    return None
+
+
+def _all_tokens(ctx: Any, rows: list[Tensor]) -> tuple[list[Tensor], Support | None]:
+    """The rows of all ranks in packed order, and their support."""
+    gather = ctx.tokens.gather
+    hidden, targets, temperature, state, dlogp, dentropy = rows
+    if ctx.temperature is None:
+        every_temperature = gather(temperature)
+    else:
+        # one number for all tokens, of which a GPU keeps no row where it is 1
+        every_temperature = row_temperature(ctx.temperature, ctx.tokens.total, hidden.device)
+    every = [gather(hidden), gather(targets), every_temperature, gather(state), gather(dlogp)]
+    every.append(gather(dentropy) if ctx.with_entropy else dentropy)
+    threshold, last_id = key_of(ctx.support)
+    if threshold is None or last_id is None:
+        return every, None
+    return every, SupportKey(gather(threshold), gather(last_id))
