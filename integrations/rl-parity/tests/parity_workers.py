@@ -33,29 +33,29 @@ class FakeTrainer:
     def start(self):
         self.shape = ModelShape.from_hf_config(checkpoint.read_config(Path(self.model)))
 
-    def export(self, directory, run_id, step, transport, tps):
+    def export(self, directory, run_id, step, transport, tps, algorithm):
         self.exports.append(Path(directory).name)
         if self.rank:
             return None
         if transport != "file":
             self.loan = self.loan or Loan("cpu", Path(directory).parent)
-            manifest = self.loan.fill(self.weights)
+            manifest = self.loan.fill(self.weights, algorithm=algorithm)
             version = PolicyVersion(run_id, step, manifest.digest)
             lend_weights(directory, self.loan, version, self.shape, tps)
             if "no ipc" in FAULTS and transport == "ipc":
                 self.loan.close()
                 self.loan = None
         else:
-            manifest = Manifest.from_tensors(self.weights)
+            manifest = Manifest.from_tensors(self.weights, algorithm=algorithm)
             version = PolicyVersion(run_id, step, manifest.digest)
             write_weights(directory, self.weights, version, manifest)
         return {"path": directory, "version": str(version), "digest": manifest.digest}
 
-    def digest(self):
-        return None if self.rank else Manifest.from_tensors(self.weights).digest
+    def digest(self, algorithm):
+        return None if self.rank else Manifest.from_tensors(self.weights, algorithm=algorithm).digest
 
-    def shard_digests(self, tp):
-        found = shard_digests(self.weights, self.shape, tp)
+    def shard_digests(self, tp, algorithm):
+        found = shard_digests(self.weights, self.shape, tp, algorithm)
         if "proof" in FAULTS:
             found[0, "model.norm.weight"] = "0" * 64
         return found

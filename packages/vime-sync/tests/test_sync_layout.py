@@ -238,7 +238,7 @@ def stack(shards, shape):
 def test_layout_vllm_shards_are_what_a_worker_reports(tp, kv_heads, architecture):
     shape = shape_of(architectures=[architecture], num_key_value_heads=kv_heads)
     hf = weights(shape)
-    expected = shard_digests(hf, shape, tp)
+    expected = shard_digests(hf, shape, tp, "sha256")
     assert len(expected) == tp * len(hf)
     for rank in range(tp):
         shards = dict(vllm_shards(hf, shape, rank, tp))

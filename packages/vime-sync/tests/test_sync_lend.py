@@ -1,4 +1,4 @@
-"""Lent memory: the same weights and the same refusals as files; and a digest that misses no accident."""
+"""Lent memory: the same weights and the same refusals as files."""
 
 import json
 import subprocess
@@ -15,11 +15,10 @@ from vime_sync import (
     PolicyVersion,
     Publisher,
     PublishError,
-    digests,
     lend_weights,
     read_weights,
     shard_digests,
-    words_digests,
+    tree_digests,
     write_weights,
 )
 from vime_sync.lend import gpu_uuid
@@ -44,63 +43,11 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {n: torch.randn(size, generator=g).to(torch.bfloat16) for n, size in SHAPE.hf_shapes()}
 
 
-def words128(data: bytes) -> str:
-    """The definition, in Python's integers."""
-    mask = (1 << 64) - 1
-    padded = data + bytes(-len(data) % 4)
-    out = ""
-    for seed in (0x243F6A8885A308D3, 0x13198A2E03707344):
-        total = len(data) * seed
-        for i in range(len(padded) // 4):
-            z = (seed + (i + 1) * 0x9E3779B97F4A7C15) & mask
-            z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-            total += (int.from_bytes(padded[4 * i : 4 * i + 4], "little") + 1) * ((z ^ (z >> 31)) | 1)
-        out += f"{total & mask:016x}"
-    return out
-
-
 @pytest.fixture
 def loan(tmp_path):
     made = Loan("cpu", tmp_path)
     yield made
     made.close()
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 4096, 4097])
-def test_words_digest_is_its_definition(count):
-    x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(torch.bfloat16)
-    data = x.view(torch.uint8).numpy().tobytes()
-    assert words_digests([("x", x)]) == {"x": words128(data)}
-    # a slice that begins inside a word
-    assert words_digests([("x", torch.cat([x.new_zeros(1), x])[1:])]) == {"x": words128(data)}
-
-
-def test_words_digest_over_several_chunks_is_that_of_one(monkeypatch):
-    x = torch.randn(3000, generator=torch.Generator().manual_seed(0))
-    whole = words_digests([("x", x)])
-    monkeypatch.setattr("vime_sync.digest._CHUNK_WORDS", 256)
-    assert words_digests([("x", x)]) == whole
-
-
-def test_words_digest_notices_every_flipped_bit_swap_and_length():
-    x = torch.arange(200, dtype=torch.float32)
-    seen = {words_digests([("x", x)])["x"]}
-    flat = x.view(torch.uint8)
-    for bit in range(flat.numel() * 8):
-        y = flat.clone()
-        y[bit // 8] ^= 1 << (bit % 8)
-        seen.add(words_digests([("x", y)])["x"])
-    assert len(seen) == 1 + flat.numel() * 8
-    swapped = x.clone()
-    swapped[[3, 150]] = swapped[[150, 3]]
-    zeros = [words_digests([("x", torch.zeros(n, dtype=torch.bfloat16))])["x"] for n in range(6)]
-    assert len({words_digests([("x", swapped)])["x"], *zeros, *seen}) == len(seen) + 7
-
-
-def test_digest_of_an_unknown_name_is_refused():
-    with pytest.raises(ContractError, match=r"crc32.*sha256"):
-        digests("crc32", [])
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -122,8 +69,8 @@ def test_a_lent_push_brings_the_bytes_and_the_label_of_a_pushed_file(tmp_path, l
         mine, theirs = (p.engines["e"] for p in publishers)
         assert mine.held_digest() == theirs.held_digest()
         assert mine.label == theirs.label == str(version)
-        assert lent_by == {"sha256"}
-        # the sha256 of what the engine holds can be had at any time
+        assert lent_by == {"sha256-tree"}
+        # the digests of what the engine holds can be had at any time
         assert mine.shard_digests() == shard_digests(named, SHAPE, tp)
         publishers[0].verify()
 
@@ -251,6 +198,8 @@ def test_a_loan_of_a_device_that_is_not_there_is_refused():
 DAMAGES = {
     "kind": lambda loan: loan.update(kind="rented"),
     "algorithm": lambda loan: loan.pop("algorithm"),
+    "unknown algorithm": lambda loan: loan.update(algorithm="words128"),
+    "another algorithm": lambda loan: loan.update(algorithm="sha256"),
     "no digests": lambda loan: loan.update(shards=[]),
     "half a digest": lambda loan: loan["shards"].update({"1": [[0, "x"]]}),
     "no file": lambda loan: loan.pop("file"),
@@ -291,24 +240,29 @@ def test_lent_memory_that_was_cut_is_not_read(tmp_path, loan):
 
 READER = """
 import sys
-from vime_sync import read_weights, words_digests
+from vime_sync import read_weights, tree_digests
 with read_weights(sys.argv[1]) as weights:
-    print(words_digests((name, weights[name]) for name in sorted(weights)))
+    print(tree_digests((name, weights[name]) for name in sorted(weights)))
 """
 
 
-def test_a_push_compared_by_words_is_verified_like_any_other(tmp_path, loan, monkeypatch):
-    # what a GPU's tensors choose
-    monkeypatch.setattr("vime_sync.transfer.shard_digests", lambda w, s, tp, _: shard_digests(w, s, tp, "words128"))
-    version = PolicyVersion("run", 0, loan.fill(weights(0)).digest)
-    directory = lend_weights(tmp_path / "push", loan, version, SHAPE, [2])
-    description = directory / "manifest.json"
-    description.write_text(description.read_text().replace('"algorithm": "sha256"', '"algorithm": "words128"'))
-    publisher = Publisher([FakeEngine("e", SHAPE, 2)], SHAPE)
-    publisher.publish(directory, version)
-    publisher.verify()
-    with pytest.raises(PublishError, match="other bytes"):
-        Publisher([FakeEngine("e", SHAPE, 2, {"flip_bit"})], SHAPE).publish(directory, version)
+def test_a_push_named_by_plain_sha256_is_compared_by_it(tmp_path, loan):
+    named = weights(0)
+    manifest = loan.fill(named, algorithm="sha256")
+    assert manifest == Manifest.from_tensors(named, algorithm="sha256")
+    version = PolicyVersion("run", 0, manifest.digest)
+    lent = lend_weights(tmp_path / "push", loan, version, SHAPE, [2])
+    files = write_weights(tmp_path / "files", named, version, manifest)
+    for directory in (lent, files):
+        engine = FakeEngine("e", SHAPE, 2)
+        publisher = Publisher([engine], SHAPE)
+        publisher.publish(directory, version)
+        publisher.verify()
+        with read_weights(directory) as read:
+            assert read.algorithm == "sha256"
+            assert read.shard_digests(SHAPE, 2) == shard_digests(named, SHAPE, 2, "sha256")
+        with pytest.raises(PublishError, match="other bytes"):
+            Publisher([FakeEngine("e", SHAPE, 2, {"flip_bit"})], SHAPE).publish(directory, version)
 
 
 @pytest.mark.gpu
@@ -320,14 +274,14 @@ def test_a_loan_of_a_gpus_weights_is_read_in_another_process(tmp_path, device):
         version = PolicyVersion("run", step, loan.fill(named).digest)
         directory = lend_weights(tmp_path / f"push-{step}", loan, version, SHAPE, [1], source=named)
         with read_weights(directory) as lent:
-            assert lent.algorithm == "words128"
+            assert lent.algorithm == "sha256-tree"
             expected = lent.shard_digests(SHAPE, 1)
         read = subprocess.run([sys.executable, "-c", READER, str(directory)], capture_output=True, text=True)
         if read.returncode and "CUDA IPC cannot open" in read.stderr:
             pytest.skip("CUDA IPC is not allowed here")
         assert read.returncode == 0, read.stderr
-        assert read.stdout.strip() == str(words_digests((n, named[n].cpu()) for n in sorted(named)))
-        assert expected == shard_digests({n: t.cpu() for n, t in named.items()}, SHAPE, 1, "words128")
+        assert read.stdout.strip() == str(tree_digests((n, named[n].cpu()) for n in sorted(named)))
+        assert expected == shard_digests({n: t.cpu() for n, t in named.items()}, SHAPE, 1)
     if device != "cpu":
         assert loan.describe()["gpu"] == gpu_uuid(torch.device("cuda:0"))
     loan.close()

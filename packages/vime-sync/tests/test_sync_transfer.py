@@ -1,5 +1,6 @@
 """A label is tied to bytes, and a directory of weights is whole, right, or refused with everything wrong listed."""
 
+import hashlib
 import json
 import os
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from rl_contract import ContractError
-from vime_sync import Manifest, ModelShape, PolicyVersion, Publisher, read_weights, write_weights
+from vime_sync import Loan, Manifest, ModelShape, PolicyVersion, Publisher, read_weights, write_weights
 from vime_sync.manifest import nonfinite_count
 from vime_sync.testing import FakeEngine
 
@@ -85,6 +86,62 @@ def test_manifest_lists_every_tensor_that_must_not_be_published():
         "scalar is given twice",
     )
     refused(lambda: Manifest.from_tensors({}), "no tensor")
+
+
+@pytest.mark.parametrize("given", [None, 3, "w", b"w", torch.zeros(2), [None], ["ab"], [("x",)], [(1, torch.zeros(1))]])
+def test_what_is_no_list_of_tensors_is_refused_by_name(tmp_path, given):
+    shown = repr(given[0] if isinstance(given, list) else given)[:20]
+    refused(lambda: Manifest.from_tensors(given), "Manifest.from_tensors got " + shown, "supported: ")
+    manifest = Manifest.from_tensors(tensors())
+    version = PolicyVersion("run", 0, manifest.digest)
+    refused(lambda: write_weights(tmp_path / "v", given, version, manifest), "write_weights got " + shown)
+    with Loan("cpu", tmp_path) as loan:
+        refused(lambda: loan.fill(given), "Loan.fill got " + shown)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_value_that_is_no_tensor_is_refused_by_name(tmp_path):
+    refused(lambda: Manifest.from_tensors({"x": None, "y": [1]}), "x is a NoneType", "y is a list")
+    manifest = Manifest.from_tensors({"x": torch.zeros(1)})
+    version = PolicyVersion("run", 0, manifest.digest)
+    refused(lambda: write_weights(tmp_path / "v", {"x": 1.5}, version, manifest), "x is a float")
+
+
+def test_a_manifest_names_its_digest_and_an_old_one_is_of_plain_sha256(tmp_path):
+    named = tensors()
+    new, old = (Manifest.from_tensors(named, algorithm=a) for a in ("sha256-tree", "sha256"))
+    assert new == Manifest.from_tensors(named) != old
+    assert old["scalar"].digest == hashlib.sha256(b"\0\0\0\x80").hexdigest()
+    assert new.digest != old.digest
+    assert old.differences(new)[:1] == ["digests are sha256-tree, not sha256"]
+    # as written before there were two
+    entries = sorted([e.name, e.dtype, list(e.shape), e.digest] for e in old.entries)
+    assert old.digest == hashlib.sha256(json.dumps([entries, []], separators=(",", ":")).encode()).hexdigest()
+    text = json.loads(old.to_json())
+    assert text.pop("algorithm") == "sha256"
+    assert Manifest.from_json(json.dumps(text)) == old
+    # nor can a tree's digests pass for plain ones, or the other way round
+    for manifest, other in ((new, "sha256"), (old, "sha256-tree"), (new, None)):
+        text = {**json.loads(manifest.to_json()), "algorithm": other}
+        refused(lambda: Manifest.from_json(json.dumps(text)), "altered" if other else "algorithm None is unknown")  # noqa: B023
+    del text["algorithm"]
+    refused(lambda: Manifest.from_json(json.dumps(text)), "altered")
+    refused(
+        lambda: Manifest.from_json(new.to_json().replace('"sha256-tree"', '"crc32"')),
+        "algorithm 'crc32' is unknown, supported: sha256-tree, sha256",
+    )
+    refused(lambda: Manifest.from_tensors(named, algorithm="md5"), "'md5' is unknown, supported: sha256-tree, sha256")
+    # a directory written then is read, verified, and damage in it found
+    path = write_weights(tmp_path / "v", named, PolicyVersion("run", 0, old.digest), old)
+    described = json.loads((path / "manifest.json").read_text())
+    del described["manifest"]["algorithm"]
+    (path / "manifest.json").write_text(json.dumps(described))
+    with read_weights(path, old) as weights:
+        assert weights.algorithm == "sha256"
+    held = load_file(path / "weights-00000.safetensors")
+    held["a.weight"].view(torch.int32)[3, 100] ^= 1
+    save_file(held, path / "weights-00000.safetensors")
+    refused(lambda: read_weights(path), "a.weight has digest")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -57,8 +57,8 @@ def problems(folder: Path, config: dict[str, Any]) -> list[str]:
     index = _index_problems(folder)
     if not weight_files(folder):
         return [f"--model {folder}: no *.safetensors there; save the checkpoint with safe_serialization=True"]
-    expected = dict(ModelShape.from_hf_config(config).hf_shapes())
-    tied = bool(config.get("tie_word_embeddings", False))
+    model = ModelShape.from_hf_config(config)
+    expected, tied = dict(model.hf_shapes()), model.tied
     found: list[str] = index
     seen: dict[str, str] = {}
     needed = config_dtype(config)

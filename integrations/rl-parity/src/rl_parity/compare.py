@@ -9,7 +9,8 @@ import numpy as np
 
 from rl_contract import ContractError
 from rl_parity import verify
-from rl_parity.rundir import RunDirectory, StepSamples
+from rl_parity.manifest import weight_algorithm
+from rl_parity.rundir import MANIFEST, RunDirectory, StepSamples
 
 _LABELS = {"rollout": "rollout logprob", "train": "train logprob", "forward": "forward logprob"}
 # sections of the manifest that say what was computed; in "config" all but the keys below
@@ -21,6 +22,7 @@ _FREE = (
 )
 _INFORMATION = ("topology", "versions", "hardware", "gpus", "placement")
 _ABSENT = "absent"
+_NAMES_OF_WEIGHTS = ("weight_digest", "weight_version")
 
 
 @dataclass
@@ -68,12 +70,16 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
         raise ContractError(f"{a.root} has arms {arms[0]}, {b.root} has {arms[1]}; give two runs with an arm in common")
     out = Comparison()
     _settings(out, *manifests)
+    algorithms = [weight_algorithm(run.root / MANIFEST, m) for run, m in zip((a, b), manifests)]
+    named_alike = algorithms[0] == algorithms[1]
+    if not named_alike:
+        out.notes.append(f"weights are named by {' against '.join(algorithms)}: their digests were not compared")
     for arm in sorted({*arms[0], *arms[1]}):
         if arm not in arms[0] or arm not in arms[1]:
             out.add(f"{arm} arm", 1, 1, f"only in {(a if arm in arms[0] else b).root}")
             continue
         out.add(f"{arm} arm", 1, 0)
-        _arm(out, arm, a, b, [str(m["run_id"]) for m in manifests])
+        _arm(out, arm, a, b, [str(m["run_id"]) for m in manifests], () if named_alike else _NAMES_OF_WEIGHTS)
     for run, manifest, mine in zip((a, b), manifests, arms):
         _completeness(out, run, manifest, mine)
     return out
@@ -113,7 +119,9 @@ def _completeness(out: Comparison, run: RunDirectory, manifest: dict[str, Any], 
             out.add(f"{arm} steps", len(missing), len(missing), f"{run.root} is finished and lacks step {missing[0]}")
 
 
-def _arm(out: Comparison, arm: str, a: RunDirectory, b: RunDirectory, run_ids: list[str]) -> None:
+def _arm(
+    out: Comparison, arm: str, a: RunDirectory, b: RunDirectory, run_ids: list[str], without: tuple[str, ...]
+) -> None:
     records = [{record["step"]: record for record in run.steps(arm)} for run in (a, b)]
     # an interrupted run may hold the samples of a step that it did not record
     stored = [{*known, *run.sample_steps(arm)} for run, known in zip((a, b), records)]
@@ -128,7 +136,8 @@ def _arm(out: Comparison, arm: str, a: RunDirectory, b: RunDirectory, run_ids: l
         if step in stored[0] and step in stored[1]:
             _samples(out, arm, step, a, b)
         if step in records[0] and step in records[1]:
-            _figures(out, arm, step, records[0][step], records[1][step], run_ids)
+            pair = [{k: v for k, v in record[step].items() if k not in without} for record in records]
+            _figures(out, arm, step, pair[0], pair[1], run_ids)
 
 
 def _samples(out: Comparison, arm: str, step: int, a: RunDirectory, b: RunDirectory) -> None:

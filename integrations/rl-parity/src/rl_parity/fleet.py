@@ -17,6 +17,7 @@ from rl_parity.launch.processes import current_mark, end, lives, survivors
 from rl_parity.launch.signals import shield
 from rl_parity.launch.traces import Watch, mapped, remove_folder, remove_shared, scratch_folder
 from rl_parity.placement import Placement
+from vime_sync import WEIGHT_DIGEST
 from vime_sync.layout import ModelShape
 
 # one thread per process: ranks share the cores, and no bit depends on the count
@@ -49,7 +50,9 @@ class RemoteEngine:
         self._ask("pause")
 
     def clear_caches(self) -> bool:
-        return bool(self._ask("clear_caches"))
+        # as it was answered: the publisher refuses everything but True
+        cleared: bool = self._ask("clear_caches")
+        return cleared
 
     def begin(self, session: str) -> None:
         self._ask("begin", session)
@@ -60,7 +63,7 @@ class RemoteEngine:
     def transfer(self, path: Path, version: str) -> None:
         self._ask("transfer", path, version)
 
-    def shard_digests(self, algorithm: str = "sha256") -> Mapping[tuple[int, str], str]:
+    def shard_digests(self, algorithm: str = WEIGHT_DIGEST) -> Mapping[tuple[int, str], str]:
         digests: Mapping[tuple[int, str], str] = self._ask("shard_digests", algorithm)
         return digests
 

@@ -22,7 +22,7 @@ from rl_parity.pushes import Pushes, weights_folder
 from rl_parity.rundir import RunDirectory, StepSamples, is_equal, record_digests
 from rl_parity.state import Saved
 from rl_parity.vocabulary import FolderTokenizer, NoText
-from vime_sync import PolicyVersion, Publisher, StepLedger
+from vime_sync import WEIGHT_DIGEST, PolicyVersion, Publisher, StepLedger
 from vime_sync.layout import ModelShape
 
 
@@ -59,6 +59,7 @@ class Arm:
     max_model_len: int
     placed: Placement = field(default_factory=lambda: Placement(kind="cpu"))
     saved: Saved | None = None
+    algorithm: str = WEIGHT_DIGEST
     deadline: float = math.inf
     records: list[dict[str, Any]] = field(default_factory=list)
     _saves: list[dict[str, Any]] = field(default_factory=list)
@@ -101,7 +102,7 @@ class Arm:
 
     def _steps(self, fleet: Fleet, weights: Path, progress: Progress) -> None:
         publisher = Publisher(fleet.remote_engines(), ModelShape.from_hf_config(self.model_config))
-        pushes = Pushes(fleet, publisher, weights, self.run_id)
+        pushes = Pushes(fleet, publisher, weights, self.run_id, self.algorithm)
         ledger_path = self.directory.root / self.name / "ledger.jsonl"
         first, patience = len(self.records), 5.0
         with StepLedger(ledger_path, run_id=self.run_id) as ledger:
@@ -228,7 +229,7 @@ class Arm:
         Raises:
             ContractError: the model's weights, or those of the state, are not those that were recorded.
         """
-        began = fleet.all(fleet.trainers, "digest")[0]
+        began = fleet.all(fleet.trainers, "digest", self.algorithm)[0]
         if began != self.records[0]["weight_digest"]:
             raise ContractError(
                 f"the model has weights {began[:12]}, the run began with {self.records[0]['weight_digest'][:12]}; "
@@ -239,7 +240,7 @@ class Arm:
             for worker, digest in zip(fleet.trainers, saved.ranks, strict=True)
         ]
         fleet.gather(load)
-        now = fleet.all(fleet.trainers, "digest")[0]
+        now = fleet.all(fleet.trainers, "digest", self.algorithm)[0]
         if now != saved.digest:
             raise ContractError(
                 f"the restored state has weights {now[:12]}, {saved.folder} says {saved.digest[:12]}; "
@@ -259,7 +260,7 @@ class Arm:
         started = time.monotonic()
         folder = state.begin(self.directory.root / self.name / "state", step + 1)
         ranks = fleet.all(fleet.trainers, "save_state", str(folder))
-        digest = fleet.all(fleet.trainers, "digest")[0]
+        digest = fleet.all(fleet.trainers, "digest", self.algorithm)[0]
         state.finish(folder, run_id=self.run_id, step=step + 1, digest=digest, ranks=ranks)
         self._saves.append({"step": step + 1, "digest": digest, "seconds": round(time.monotonic() - started, 3)})
 

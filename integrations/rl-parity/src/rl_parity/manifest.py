@@ -12,13 +12,24 @@ from rl_contract.contract import canonical_json, sha256_hex
 from rl_parity import metrics
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.jsonfile import REPAIR
+from vime_sync.digest import check_algorithm
 
 DIGEST = "config_sha256"
+WEIGHTS = "weight_digest"
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """sha256 of a configuration, wherever its directory lies."""
     return sha256_hex(canonical_json({name: value for name, value in config.items() if name != "out"}))
+
+
+def weight_algorithm(path: Path, manifest: Mapping[str, Any]) -> str:
+    """What digest the run's weights are named by; a manifest that names none is of the time of sha256 alone.
+
+    Raises:
+        ContractError: a digest that this version does not know.
+    """
+    return check_algorithm(manifest.get(WEIGHTS, "sha256"), f"{path}: {WEIGHTS}")
 
 
 def topology(config: RunConfig) -> dict[str, Any]:
@@ -44,6 +55,7 @@ def check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         ContractError: a field of another type, or sections that contradict each other; all are named.
     """
     config = read_config(path, manifest)
+    weight_algorithm(path, manifest)
     problems = [*_sections(manifest, config), *_commands(manifest, config), *_fingerprints(manifest)]
     if not problems and DIGEST in manifest and manifest[DIGEST] != config_digest(manifest["config"]):
         problems.append(f"config is not the one of {DIGEST}")

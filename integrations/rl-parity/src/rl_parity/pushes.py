@@ -15,10 +15,15 @@ from vime_sync.publisher import differing_shards
 
 
 class Pushes:
-    """The pushes of one arm. ``transport`` is how they travel now, ``reason`` why it is not what was asked for."""
+    """The pushes of one arm. ``transport`` is how they travel now, ``reason`` why it is not what was asked for.
 
-    def __init__(self, fleet: Fleet, publisher: Publisher, folder: Path, run_id: str) -> None:
+    Args:
+        algorithm: the digest that names the run's weights.
+    """
+
+    def __init__(self, fleet: Fleet, publisher: Publisher, folder: Path, run_id: str, algorithm: str) -> None:
         self._fleet, self._publisher, self._folder, self._run_id = fleet, publisher, folder, run_id
+        self._algorithm = algorithm
         asked = fleet.config.weights
         self._may_change = asked == "auto"
         self.transport = ("ipc" if fleet.placed.gpus else "file") if asked == "auto" else asked
@@ -68,22 +73,24 @@ class Pushes:
         return exported
 
     def _export(self, step: int, transport: str) -> tuple[Any, ...]:
-        return str(self._folder / f"{step}-{transport}"), self._run_id, step, transport, self._fleet.sizes
+        where = str(self._folder / f"{step}-{transport}")
+        return where, self._run_id, step, transport, self._fleet.sizes, self._algorithm
 
     def prove(self, step: int) -> None:
-        """Compare the sha256 of every shard that the engines hold with the trainer's, beyond what the push compared.
+        """Compare every shard that the engines hold with the trainer's weights, not with what the push stated of them.
 
         Raises:
             PublishError: an engine holds other bytes.
         """
         failures, shards = {}, 0
         for engine in self._publisher.engines.values():
-            expected = self._fleet.all(self._fleet.trainers, "shard_digests", engine.tp)[0]
+            expected = self._fleet.all(self._fleet.trainers, "shard_digests", engine.tp, self._algorithm)[0]
             shards += len(expected)
-            if wrong := differing_shards(expected, engine.shard_digests()):
-                failures[engine.name] = f"{len(wrong)} shards have another sha256: {', '.join(wrong[:8])}"
+            if wrong := differing_shards(expected, engine.shard_digests(self._algorithm)):
+                failures[engine.name] = f"{len(wrong)} shards have another {self._algorithm}: {', '.join(wrong[:8])}"
         version = str(self._publisher.version)
-        self.proofs.append({"step": step, "version": version, "shards": shards, "different": len(failures)})
+        proof = {"step": step, "version": version, "shards": shards, "different": len(failures)}
+        self.proofs.append(proof | {"algorithm": self._algorithm})
         if failures:
             raise PublishError(f"engines do not hold the bytes of {version}:", failures, None)
 

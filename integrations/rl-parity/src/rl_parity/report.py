@@ -1,5 +1,6 @@
 """``report.html``: one self-contained page about a run, the verdict first. Reads the run directory and nothing else."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -31,9 +32,15 @@ _ROWS: tuple[tuple[str, str, bool], ...] = (
 
 
 def write_report(run: RunDirectory, *, model: bool = True) -> Path:
-    """Render the page of a finished, failed or running run; returns its path. Arguments as for ``render``."""
+    """Render the page of a finished, failed or running run; returns its path. Arguments as for ``render``.
+
+    What nothing bears out is also said on stderr.
+    """
     path = run.root / REPORT
-    page = render(run, model=model)
+    summary = verify.totals(run, model=model)
+    page = _page(run, summary)
+    if line := _unproven(summary):
+        print(f"rl-parity: {line}", file=sys.stderr)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -50,8 +57,11 @@ def render(run: RunDirectory, *, model: bool = True) -> str:
     Raises:
         ContractError: a file that is missing or damaged, named with what is wrong; nothing is written.
     """
+    return _page(run, verify.totals(run, model=model))
+
+
+def _page(run: RunDirectory, summary: Mapping[str, Any]) -> str:
     manifest = run.manifest()
-    summary = verify.totals(run, model=model)
     steps = {arm: run.steps(arm) for arm in run.arms()}
     evidence = {arm: run.evidence(arm) for arm in steps}
     strict = run.evidence("strict")
@@ -72,6 +82,16 @@ def render(run: RunDirectory, *, model: bool = True) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>rl-parity report</title><style>{css}</style></head><body><main>{''.join(sections)}</main></body>"
         "</html>\n"
+    )
+
+
+def _unproven(summary: Mapping[str, Any]) -> str:
+    missing = [f"{len(steps)} step(s) of the {arm} arm" for arm, steps in summary["unproven"].items()]
+    if not missing:
+        return ""
+    return (
+        f"Unproven: {' and '.join(missing)}. The ledger has no digests of their records and samples, as in runs of older "
+        "versions; loss and gradients are shown as steps.jsonl has them, and nothing else in the run bears them out."
     )
 
 
@@ -120,10 +140,12 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
         f"{c['model']}{device} · train tp={c['train']['tp']}, cp={c['train']['cp']} · rollout tp={c['rollout']['tp']}, "
         f"engines={c['rollout']['engines']} · seed {c['seed']} · {manifest.get('started', '')}"
     )
+    line = _unproven(summary)
+    unproven = f'<p class="note"><b>{escape(line)}</b></p>' if line else ""
     plant = f'<p class="note"><b>Planted on purpose: {escape(str(c["plant"]))}</b></p>' if c.get("plant") else ""
     return (
         f'<section class="verdict {"good" if good else "bad"}"><p class="eyebrow">{escape(eyebrow)}</p>'
-        f'<h1>{escape(title)}</h1><p class="lead">{lead}</p>{plant}</section>'
+        f'<h1>{escape(title)}</h1><p class="lead">{lead}</p>{unproven}{plant}</section>'
     )
 
 

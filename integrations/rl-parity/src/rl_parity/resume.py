@@ -14,7 +14,7 @@ from rl_contract import ContractError
 from rl_parity import preflight_options, state, verify
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.jsonfile import lines, parse, read_text
-from rl_parity.manifest import check_manifest
+from rl_parity.manifest import check_manifest, weight_algorithm
 from rl_parity.models import spec_of
 from rl_parity.rundir import MANIFEST, RunDirectory
 from rl_parity.state import Saved
@@ -119,11 +119,11 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         path = directory.root / arm / "ledger.jsonl"
         _weights(directory, arm, path, point)
         kept = "".join(_kept(path, point.step))
-        verify.ledger(directory, arm, manifest["run_id"], kept, point.records, deep=True)
+        verify.ledger(directory, arm, manifest, kept, point.records, deep=True)
         digest = point.records[0]["weight_digest"]
-        verify.built_in_model(directory, manifest["config"], digest)
+        verify.built_in_model(directory, manifest, digest)
         if spec_of(config.model) is None:
-            verify.weights(Path(config.model), digest)
+            verify.weights(Path(config.model), digest, weight_algorithm(directory.root / MANIFEST, manifest))
         _state(point.saved, config)
 
 

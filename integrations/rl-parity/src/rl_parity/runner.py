@@ -22,14 +22,14 @@ from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, LimitReached, MismatchFound, load_prompts
-from rl_parity.manifest import DIGEST, config_digest, topology
+from rl_parity.manifest import DIGEST, WEIGHTS, config_digest, topology, weight_algorithm
 from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
 from rl_parity.resume import Point
-from rl_parity.rundir import SUMMARY, RunDirectory, summarize, write_json
+from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, summarize, write_json
 from rl_parity.status import EQUAL, FAILURE, INTERRUPTED, MISMATCH, USAGE
-from vime_sync import PublishError
+from vime_sync import WEIGHT_DIGEST, PublishError
 
 
 def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) -> int:
@@ -102,7 +102,11 @@ def _run(
     placed = place(config, preflight.gpus_of(config))
     manifest = _manifest(config, run_id, profile, placed, command)
     earlier = _earlier(directory, manifest, points) if again else {}
-    manifest |= {key: earlier[key] for key in ("started", "sittings") if key in earlier}
+    if again:
+        # weights keep the names that they began with, also where there was sha256 alone and none was written down
+        del manifest[WEIGHTS]
+    manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS) if key in earlier}
+    algorithm = weight_algorithm(directory.root / MANIFEST, manifest)
     status, reason, code = "failed", "", FAILURE
     summary: dict[str, Any] = {"arms": {}}
     try:
@@ -119,7 +123,7 @@ def _run(
         for name in config.arms:
             arm = Arm(
                 name, config, run_id, directory, model, model_config, profile, prompts, tokenizer, longest, placed,
-                deadline=deadline,
+                algorithm=algorithm, deadline=deadline,
             )  # fmt: skip
             point = points[name]
             if again and point.saved is None:
@@ -159,7 +163,7 @@ def _run(
 
 
 def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str, Point]) -> dict[str, Any]:
-    """What earlier sittings left: when the run started, their list with this one's start, and each arm's totals.
+    """What earlier sittings left: start, what names weights, their list with this one's start, and each arm's totals.
 
     Raises:
         ContractError: the run holds other contracts than these packages build.
@@ -182,7 +186,8 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
         },
     }
     totals = directory.summary()["arms"] if (directory.root / SUMMARY).is_file() else {}
-    return {"started": old.get("started"), "sittings": [*first, sitting], "arms": totals}
+    kept = {WEIGHTS: old[WEIGHTS]} if WEIGHTS in old else {}
+    return {"started": old.get("started"), "sittings": [*first, sitting], "arms": totals, **kept}
 
 
 def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reason: str) -> None:
@@ -234,6 +239,7 @@ def _manifest(
         "command": list(command) or [shlex.join(sys.argv)],
         "config": config.to_dict(),
         DIGEST: config_digest(config.to_dict()),
+        WEIGHTS: WEIGHT_DIGEST,
         "seeds": {"run": config.seed, "sampling": "sha256(run seed, step, prompt place, sample), first 31 bits"},
         "sampling": metrics.semantics(config).to_dict(),
         "topology": topology(config),

@@ -72,7 +72,7 @@ class TrainerWorker:
         self._trainer.keep_reference()
 
     def export(
-        self, directory: str, run_id: str, step: int, transport: str, tps: Sequence[int]
+        self, directory: str, run_id: str, step: int, transport: str, tps: Sequence[int], algorithm: str
     ) -> dict[str, str] | None:
         """Make the present weights ready for a push; rank 0 answers with the version and its digest.
 
@@ -80,6 +80,7 @@ class TrainerWorker:
             transport: ``ipc`` lends memory of this process's GPU, ``host`` of the host, both until the next call;
                 ``file`` writes files.
             tps: tensor-parallel sizes of the engines.
+            algorithm: the digest that names weights; ``sha256-tree`` is made where they lie.
         """
         tensors = self._trainer.export_weights()
         if tensors is None:
@@ -89,25 +90,25 @@ class TrainerWorker:
             if self._loan is None or str(self._loan.device) != where:
                 # beside the pushes, where a mapped file goes with them however the run ends
                 self._loan = Loan(where, Path(directory).parent)
-            manifest = self._loan.fill(tensors)
+            manifest = self._loan.fill(tensors, algorithm=algorithm)
             version = PolicyVersion(run_id, step, manifest.digest)
             shape = model_shape(self._trainer.model)
             lend_weights(directory, self._loan, version, shape, tps, source=tensors)
         else:
-            manifest = Manifest.from_tensors(tensors)
+            manifest = Manifest.from_tensors(tensors, algorithm=algorithm)
             version = PolicyVersion(run_id, step, manifest.digest)
             write_weights(Path(directory), tensors, version, manifest)
         return {"path": directory, "version": str(version), "digest": manifest.digest}
 
-    def digest(self) -> str | None:
+    def digest(self, algorithm: str) -> str | None:
         """Digest of the present weights, as a push would be called; rank 0 answers."""
         tensors = self._trainer.export_weights()
-        return None if tensors is None else Manifest.from_tensors(tensors).digest
+        return None if tensors is None else Manifest.from_tensors(tensors, algorithm=algorithm).digest
 
-    def shard_digests(self, tp: int) -> dict[tuple[int, str], str] | None:
-        """sha256 of what every worker of an engine of this ``tp`` must hold now; rank 0 answers."""
+    def shard_digests(self, tp: int, algorithm: str) -> dict[tuple[int, str], str] | None:
+        """Digests of what every worker of an engine of this ``tp`` must hold now; rank 0 answers."""
         tensors = self._trainer.export_weights()
-        return None if tensors is None else shard_digests(tensors, model_shape(self._trainer.model), tp)
+        return None if tensors is None else shard_digests(tensors, model_shape(self._trainer.model), tp, algorithm)
 
     def save_state(self, folder: str) -> dict[str, str]:
         """Write this rank's optimizer state (masters, moments, step count) to ``folder``; returns file and digest."""

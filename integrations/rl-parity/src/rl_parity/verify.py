@@ -12,7 +12,7 @@ from rl_contract import ContractError
 from rl_parity import checkpoint
 from rl_parity.checks import compare_logprobs
 from rl_parity.jsonfile import REPAIR, read_list, read_object, read_text, require
-from rl_parity.manifest import check_manifest, read_config
+from rl_parity.manifest import WEIGHTS, check_manifest, read_config, weight_algorithm
 from rl_parity.models import hf_config, spec_of
 from rl_parity.rewards import Rewards
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, StepSamples, record_digests, summarize
@@ -39,15 +39,18 @@ def whole(run: RunDirectory, *, model: bool = True) -> None:
             records = _records(run, arm, manifest)
             if records:
                 arm_files(run, arm, manifest)
-                ledger(run, arm, manifest["run_id"], read_text(run.root / arm / "ledger.jsonl"), records)
+                ledger(run, arm, manifest, read_text(run.root / arm / "ledger.jsonl"), records)
                 if model:
-                    built_in_model(run, manifest["config"], records[0].get("weight_digest"))
+                    built_in_model(run, manifest, records[0].get("weight_digest"))
     if manifest["status"] == "finished":
         run.summary()
 
 
 def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     """The summary as records and samples have it, which the stored one must agree with.
+
+    ``unproven`` lists, by arm, the trained steps of whose record and samples the ledger has no digest: an older run's
+    loss, reward and other figures may be altered without any file contradicting them.
 
     Raises:
         ContractError: a file is missing or damaged, or two of them contradict each other; it is named.
@@ -57,12 +60,15 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     whole(run, model=model)
     stored = run.summary()["arms"] if (run.root / SUMMARY).is_file() else {}
     out: dict[str, Any] = {}
+    unproven: dict[str, list[int]] = {}
     for arm in _asked(manifest):
         records = _records(run, arm, manifest)
         if not records:
             continue
         samples(run, arm, records)
-        ledger(run, arm, manifest["run_id"], read_text(run.root / arm / "ledger.jsonl"), records, deep=True)
+        text = read_text(run.root / arm / "ledger.jsonl")
+        if steps := ledger(run, arm, manifest, text, records, deep=True):
+            unproven[arm] = steps
         told = stored.get(arm, {})
         found = _guarded(run.root / arm / "steps.jsonl", records, told)
         if manifest["status"] == "finished" or (manifest["status"] != "running" and told):
@@ -73,7 +79,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
                         f"samples say {found[key]}; {REPAIR}"
                     )
         out[arm] = {**told, **found}
-    return {"arms": out}
+    return {"arms": out, "unproven": unproven}
 
 
 def _guarded(path: Path, records: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,12 +150,12 @@ def samples(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -
 def ledger(
     run: RunDirectory,
     arm: str,
-    run_id: str,
+    manifest: Mapping[str, Any],
     text: str,
     records: Sequence[Mapping[str, Any]],
     deep: bool = False,
-) -> None:
-    """Replay ``text`` of the arm's ledger.
+) -> list[int]:
+    """Replay ``text`` of the arm's ledger; returns the trained steps that ``deep`` found no digests of.
 
     Args:
         records: steps that it must hold, those of them that were trained.
@@ -157,22 +163,24 @@ def ledger(
             both as they were written.
 
     Raises:
-        ContractError: it is of another run, breaks a rule, or lacks a step.
+        ContractError: it is of another run, breaks a rule, or lacks a step, or the digests of one although the run
+            keeps them: its manifest says what names its weights, or its ledger has those of earlier steps.
     """
     path = run.root / arm / "ledger.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "ledger.jsonl"
         copy.write_text(text, encoding="utf-8")
         try:
-            with StepLedger(copy, run_id=run_id) as held:
+            with StepLedger(copy, run_id=manifest["run_id"]) as held:
                 pass
         except ContractError as error:
             raise ContractError(f"{str(error).replace(str(copy), str(path))}; {REPAIR}") from error
     trained = [record for record in records if record.get("loss") is not None]
     if len(held.steps) < len(trained):
         raise ContractError(f"{path} does not hold step {trained[len(held.steps)]['step']}; {REPAIR}")
+    unproven: list[int] = []
     if not deep:
-        return
+        return unproven
     published = {version.step: version.digest for version in held.versions.values()}
     for record in trained:
         step, digest = record["step"], record.get("weight_digest")
@@ -188,8 +196,13 @@ def ledger(
             for name, file in (("record", path.with_name("steps.jsonl")), ("samples", where)):
                 if held.recorded[step].get(name) != found[name]:
                     raise ContractError(f"{file} has another {name} of step {step} than {path} says; {REPAIR}")
-        elif held.recorded and min(held.recorded) < step and (record is not trained[-1] or step < len(held.steps) - 1):
-            raise ContractError(f"{path} lacks the digests of step {step}, which it has of other steps; {REPAIR}")
+        else:
+            kept = WEIGHTS in manifest or (held.recorded and min(held.recorded) < step)
+            # the last one does not wait for the disk
+            if kept and (record is not trained[-1] or step < len(held.steps) - 1):
+                raise ContractError(f"{path} lacks the digests of step {step}, which this run keeps; {REPAIR}")
+            unproven.append(step)
+    return unproven
 
 
 def _tokens(path: Path, held: StepLedger, step: int, where: Path) -> None:
@@ -202,8 +215,9 @@ def _tokens(path: Path, held: StepLedger, step: int, where: Path) -> None:
             raise ContractError(f"{where} has other tokens in sample {index} than {path} recorded; {REPAIR}")
 
 
-def built_in_model(run: RunDirectory, config: Mapping[str, Any], digest: str | None) -> None:
+def built_in_model(run: RunDirectory, manifest: Mapping[str, Any], digest: str | None) -> None:
     """Raise ContractError where the run's own copy of a built-in model is damaged; one that is gone is made again."""
+    config = manifest["config"]
     spec, folder = spec_of(config.get("model", "")), run.root / "model"
     path = folder / "config.json"
     if spec is None or not path.is_file():
@@ -212,10 +226,10 @@ def built_in_model(run: RunDirectory, config: Mapping[str, Any], digest: str | N
         raise ContractError(f"{path} is not that of {config['model']}; remove {folder}, it is made again")
     read_object(folder / "tokenizer.json", f"remove {folder}, it is made again")
     FolderTokenizer(folder)
-    weights(folder, digest)
+    weights(folder, digest, weight_algorithm(run.root / MANIFEST, manifest))
 
 
-def weights(folder: Path, digest: str | None) -> None:
+def weights(folder: Path, digest: str | None, algorithm: str) -> None:
     """Raise ContractError where a checkpoint does not hold the weights that a run began with."""
     from safetensors import SafetensorError, safe_open
 
@@ -232,7 +246,7 @@ def weights(folder: Path, digest: str | None) -> None:
                 tensors |= {name: held.get_tensor(name) for name in held.keys() if name in names}  # noqa: SIM118
         if missing := sorted(names - tensors.keys()):
             raise ContractError(f"{folder / 'model.safetensors'} lacks {', '.join(missing[:3])}; {remedy}")
-        found = Manifest.from_tensors(tensors).digest
+        found = Manifest.from_tensors(tensors, algorithm=algorithm).digest
     except (SafetensorError, OSError) as error:
         raise ContractError(f"{where} cannot be read ({type(error).__name__}: {error}); {remedy}") from error
     if found != digest:

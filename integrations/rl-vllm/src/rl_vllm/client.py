@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_contract import ContractError, MissingSupport, Profile
 from rl_vllm.versions import VersionLedger, attach
-from vime_sync import Span
+from vime_sync import WEIGHT_DIGEST, Span
 
 # how often each boundary must run in one forward of a model with L layers; lm_head and collectives depend on the batch
 _PER_LAYER = {"gemm.column": 2, "gemm.row": 2, "swiglu": 1, "rotary": 1, "attention": 1}
@@ -136,7 +136,9 @@ class VllmEngineClient:
         self.llm.sleep(level=0, mode="keep")
 
     def clear_caches(self) -> bool:
-        return bool(self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False))
+        # as it was answered: the publisher refuses everything but True
+        cleared: bool = self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+        return cleared
 
     def begin(self, session: str) -> None:
         self.llm.collective_rpc("rl_begin", args=(session,))
@@ -147,7 +149,7 @@ class VllmEngineClient:
     def transfer(self, path: Path, version: str) -> None:
         self.llm.collective_rpc("rl_transfer", args=(str(path), version))
 
-    def shard_digests(self, algorithm: str = "sha256") -> dict[tuple[int, str], str]:
+    def shard_digests(self, algorithm: str = WEIGHT_DIGEST) -> dict[tuple[int, str], str]:
         per_worker = self.llm.collective_rpc("rl_shard_digests", args=(algorithm,))
         return {(rank, name): digest for rank, digests in per_worker for name, digest in digests.items()}
 

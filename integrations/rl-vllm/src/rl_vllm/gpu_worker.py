@@ -10,6 +10,7 @@ from rl_contract import ContractError
 from rl_vllm import graphs
 from rl_vllm.generators import make_seed_holders
 from rl_vllm.reporting import Reporting, StrictLoading
+from vime_sync import WEIGHT_DIGEST
 
 if TYPE_CHECKING:
     from rl_vllm.sampling_graphs import SamplingGraphs
@@ -92,7 +93,7 @@ class ReportingGPUWorker(Reporting, Worker):
             raise ContractError("the weights are asleep; wake them (wake_up(tags=['weights'])) before a push")
         super().rl_transfer(path, version)
 
-    def rl_shard_digests(self, algorithm: str = "sha256") -> tuple[int, dict[str, str]]:
+    def rl_shard_digests(self, algorithm: str = WEIGHT_DIGEST) -> tuple[int, dict[str, str]]:
         if "weights" in self._rl_asleep:
             raise ContractError("the weights are asleep; wake them (wake_up(tags=['weights'])) before reading them")
         return super().rl_shard_digests(algorithm)

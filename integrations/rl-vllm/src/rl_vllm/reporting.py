@@ -12,7 +12,7 @@ from rl_vllm.config import profile_of
 from rl_vllm.scope import Strict, building, communicator
 from rl_vllm.settings import hf_config_dict
 from rl_vllm.versions import SampledTokens
-from vime_sync import ModelShape, digests, from_vllm
+from vime_sync import WEIGHT_DIGEST, ModelShape, digests, from_vllm
 
 BOUNDARIES = ("LinearBase", "VocabParallelEmbedding", "CustomOp", "Attention")
 
@@ -152,7 +152,7 @@ class Reporting:
     def rl_open_session(self) -> str | None:
         return self._rl_session
 
-    def rl_shard_digests(self, algorithm: str = "sha256") -> tuple[int, dict[str, str]]:
+    def rl_shard_digests(self, algorithm: str = WEIGHT_DIGEST) -> tuple[int, dict[str, str]]:
         """``(tp rank, {hf name: digest})`` of the bytes this worker computes with."""
         shape, tp = self.rl_shape(), self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
         rank = self.rank % tp  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from rl_contract import ContractError
 from rl_vllm.generators import make_rewindable
 from rl_vllm.reporting import Reporting, StrictLoading
+from vime_sync import WEIGHT_DIGEST
 
 
 class ReportingCPUWorker(Reporting, CPUWorker):
@@ -28,7 +29,7 @@ class ReportingCPUWorker(Reporting, CPUWorker):
 class AuditCPUWorker(ReportingCPUWorker):
     """vLLM's own operators, with the reports of a strict engine."""
 
-    def rl_shard_digests(self, algorithm: str = "sha256") -> tuple[int, dict[str, str]]:
+    def rl_shard_digests(self, algorithm: str = WEIGHT_DIGEST) -> tuple[int, dict[str, str]]:
         # stock CPU layers pack their weights away; what can be digested is what the last push handed to the loaders
         engine = self.weight_transfer_engine
         received = getattr(engine, "received", {}).get(algorithm)

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from vime_sync.digest import WEIGHT_DIGEST
+
 ShardDigests = dict[tuple[int, str], str]
-"""``{(tensor-parallel rank, Hugging Face name): sha256 of that rank's bytes}``, see ``layout.shard_digests``."""
+"""``{(tensor-parallel rank, Hugging Face name): digest of that rank's bytes}``, see ``layout.shard_digests``."""
 
 
 @runtime_checkable
@@ -54,11 +56,11 @@ class EngineClient(Protocol):
         """
         ...
 
-    def shard_digests(self, algorithm: str = "sha256") -> Mapping[tuple[int, str], str]:
+    def shard_digests(self, algorithm: str = WEIGHT_DIGEST) -> Mapping[tuple[int, str], str]:
         """Digest what each worker holds now, read from its live parameters (``layout.from_vllm`` names the slices).
 
         Args:
-            algorithm: ``sha256``, or ``words128`` (``words_digests``), which a push that lends memory asks for.
+            algorithm: ``sha256-tree``, or ``sha256``, which a push asks for whose manifest names it.
         """
         ...
 

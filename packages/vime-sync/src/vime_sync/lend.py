@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError, MissingSupport
-from vime_sync.digest import ALGORITHMS
-from vime_sync.manifest import DTYPES, Manifest
+from vime_sync.digest import WEIGHT_DIGEST, check_algorithm
+from vime_sync.manifest import DTYPES, Manifest, named_pairs
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
-# what any vector load needs, and whole words for the digest
+# what any vector load needs, and whole words for digests
 _ALIGN = 256
 
 
@@ -68,8 +68,16 @@ class Loan(Mapping[str, torch.Tensor]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def fill(self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+    def fill(
+        self,
+        named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        algorithm: str = WEIGHT_DIGEST,
+    ) -> Manifest:
         """Copy the tensors in and digest what then lies there; returns the manifest.
+
+        What came from a GPU into memory of the host is digested where it came from, as the GPU is faster by far: what
+        the copy may have done to it is found when the engines' shards are compared.
 
         What a failed first call was given does not bind the loan; after any other failure it holds no version until it
         is filled again.
@@ -95,7 +103,8 @@ class Loan(Mapping[str, torch.Tensor]):
                 self._views[name].copy_(tensor, non_blocking=True)
             if self.device.type == "cuda" or any(tensor.is_cuda for tensor in pairs.values()):
                 torch.cuda.synchronize()
-            self._manifest = Manifest.from_tensors(self._views)
+            came = all(tensor.is_cuda for tensor in pairs.values())
+            self._manifest = Manifest.from_tensors(pairs if came else self._views, algorithm=algorithm)
         except BaseException:
             if first:
                 self._release()
@@ -191,7 +200,7 @@ def _pairs(
 ) -> dict[str, torch.Tensor]:
     pairs: dict[str, torch.Tensor] = {}
     problems: list[str] = []
-    for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+    for name, tensor in named_pairs(named_tensors, "Loan.fill"):
         if name in pairs:
             problems.append(f"{name} is given twice")
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
@@ -230,8 +239,10 @@ def _remove(file: Path, owner: int) -> None:
 
 def check_description(described: Mapping[str, Any], manifest: Manifest) -> None:
     """Raise ValueError, KeyError or TypeError for what ``Loan.open`` could not open whatever machine it is on."""
-    if described["kind"] not in ("mapped", "cuda-ipc") or described["algorithm"] not in ALGORITHMS:
-        raise ValueError(f"kind {described['kind']!r}, algorithm {described['algorithm']!r}")
+    if described["kind"] not in ("mapped", "cuda-ipc"):
+        raise ValueError(f"kind {described['kind']!r}")
+    if check_algorithm(described["algorithm"], "algorithm") != manifest.algorithm:
+        raise ValueError(f"algorithm {described['algorithm']!r}, the manifest's is {manifest.algorithm!r}")
     for key in ("file",) if described["kind"] == "mapped" else ("gpu", "handle"):
         described[key]
     size = int(described["bytes"])

@@ -20,6 +20,7 @@ import torch
 
 from rl_contract import ContractError
 from vime_sync.client import EngineClient
+from vime_sync.digest import WEIGHT_DIGEST
 from vime_sync.shape import ModelShape
 from vime_sync.transfer import read_weights
 from vime_sync.version import PolicyVersion
@@ -72,7 +73,7 @@ class Publisher:
         self.history: list[Transition] = []
         self._unfit: dict[str, str] = {}
         self._expected: dict[int, dict[tuple[int, str], str]] = {}
-        self._algorithm = "sha256"
+        self._algorithm = WEIGHT_DIGEST
         self._busy = threading.Lock()
         for engine in engines:
             if engine.name in self.engines:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from vime_sync.digest import digests, tensor_digest
+from vime_sync.digest import WEIGHT_DIGEST, digests, tensor_digest
 from vime_sync.shape import ModelShape
 from vime_sync.transfer import read_weights
 from vime_sync.vllm_layout import vllm_shards
@@ -95,7 +95,7 @@ class FakeEngine:
         if "flip_bit" in self.faults:
             self.shards[-1]["model.norm.weight"].view(torch.uint8)[0] ^= 1
 
-    def shard_digests(self, algorithm: str = "sha256") -> Mapping[tuple[int, str], str]:
+    def shard_digests(self, algorithm: str = WEIGHT_DIGEST) -> Mapping[tuple[int, str], str]:
         self._enter("shard_digests")
         held = [((rank, name), t) for rank, shards in enumerate(self.shards) for name, t in shards.items()]
         return digests(algorithm, held)

@@ -18,10 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_contract import ContractError
-from vime_sync.digest import map_tensors, tensor_digest
 from vime_sync.files import DAMAGE, read_json, reading
 from vime_sync.lend import Loan, check_description
-from vime_sync.manifest import DTYPES, Manifest, nonfinite_count
+from vime_sync.manifest import DTYPES, Manifest, described, named_pairs
 from vime_sync.shape import ModelShape
 from vime_sync.version import PolicyVersion
 from vime_sync.vllm_layout import shard_digests
@@ -50,7 +49,7 @@ def write_weights(
     """
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ContractError(f"max_file_bytes={max_file_bytes!r}; supported: a positive integer")
-    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    pairs = named_pairs(named_tensors, "write_weights")
     return _write(
         directory,
         version,
@@ -73,7 +72,7 @@ def lend_weights(
     Args:
         tps: tensor-parallel sizes of the engines that will be given it. Shards are digested here, because the publisher
             cannot read a device's memory.
-        source: what the loan was filled from, digested in its place: by ``words128`` on a GPU, by sha256 on the host.
+        source: what the loan was filled from, digested in its place.
 
     Raises:
         ContractError: the directory exists, the loan is closed or not filled, or the version carries another digest
@@ -81,13 +80,12 @@ def lend_weights(
     """
     manifest = loan.manifest
     source = loan if source is None else source
-    algorithm = "words128" if any(tensor.is_cuda for tensor in source.values()) else "sha256"
-    shards = {
-        str(tp): [[rank, name, digest] for (rank, name), digest in shard_digests(source, shape, tp, algorithm).items()]
-        for tp in sorted(set(tps))
-    }
-    described = {**loan.describe(), "algorithm": algorithm, "shards": shards}
-    return _write(directory, version, manifest, lambda _: {"files": {}, "loan": described})
+    shards = {}
+    for tp in sorted(set(tps)):
+        found = shard_digests(source, shape, tp, manifest.algorithm)
+        shards[str(tp)] = [[rank, name, digest] for (rank, name), digest in found.items()]
+    stated = {**loan.describe(), "algorithm": manifest.algorithm, "shards": shards}
+    return _write(directory, version, manifest, lambda _: {"files": {}, "loan": stated})
 
 
 def _write(
@@ -122,13 +120,12 @@ def _write(
 class Weights(Mapping[str, torch.Tensor]):
     """The tensors of a directory, read one at a time and only when asked for. Close it, or use it as a context.
 
-    ``algorithm`` names the digest that its shards are compared by after a push.
+    ``algorithm`` names the digest that its shards are compared by after a push: the manifest's.
     """
-
-    algorithm = "sha256"
 
     def __init__(self, path: Path, version: PolicyVersion, manifest: Manifest, files: Mapping[str, str]) -> None:
         self.path, self.version, self.manifest = path, version, manifest
+        self.algorithm = manifest.algorithm
         self._files = files
         self._open: dict[str, Any] = {}
 
@@ -147,7 +144,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def shard_digests(self, shape: ModelShape, tp: int) -> dict[tuple[int, str], str]:
         """What every worker of an engine of this ``tp`` must report, see ``layout.shard_digests``."""
-        return shard_digests(self, shape, tp)
+        return shard_digests(self, shape, tp, self.algorithm)
 
     def close(self) -> None:
         while self._open:
@@ -173,7 +170,7 @@ class LentWeights(Weights):
 
     def __init__(self, path: Path, version: PolicyVersion, manifest: Manifest, loan: Mapping[str, Any]) -> None:
         super().__init__(path, version, manifest, {})
-        self._loan, self.algorithm = loan, str(loan["algorithm"])
+        self._loan = loan
         self._views: dict[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -228,14 +225,12 @@ def read_weights(
     weights = Weights(path, version, manifest, files)
     readable = _check_headers(weights, problems)
     if check_bytes:
-        found = map_tensors(
-            lambda t: (tensor_digest(t), nonfinite_count(t)), ((name, weights[name]) for name in readable)
-        )
-        for name, (digest, bad) in found:
-            if digest != manifest[name].sha256:
-                problems.append(f"{name} has digest {digest[:12]}, the manifest says {manifest[name].sha256[:12]}")
+        for entry, bad in described(weights.algorithm, ((name, weights[name]) for name in readable)):
+            stated = manifest[entry.name].digest
+            if entry.digest != stated:
+                problems.append(f"{entry.name} has digest {entry.digest[:12]}, the manifest says {stated[:12]}")
             if bad:
-                problems.append(f"{name} holds {bad} NaN or infinite values")
+                problems.append(f"{entry.name} holds {bad} NaN or infinite values")
     if problems:
         weights.close()
         raise ContractError(f"weights in {path}: " + "; ".join(problems))
@@ -262,6 +257,9 @@ def _write_files(
         entry = expected.get(name)
         if entry is None or name in files:
             problems.append(f"{name} is {'given twice' if name in files else 'not in the manifest'}")
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            problems.append(f"{name} is a {type(tensor).__name__}, the manifest says {entry.dtype} {entry.shape}")
             continue
         if DTYPES.get(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
             given = f"{tensor.dtype} {tuple(tensor.shape)}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rl_contract import ContractError
-from vime_sync.digest import digests
+from vime_sync.digest import WEIGHT_DIGEST, digests
 from vime_sync.shape import ModelShape
 
 VOCAB_PADDING = 64
@@ -30,7 +30,7 @@ def vllm_shards(
 
 
 def shard_digests(
-    hf_tensors: Mapping[str, torch.Tensor], shape: ModelShape, tp: int, algorithm: str = "sha256"
+    hf_tensors: Mapping[str, torch.Tensor], shape: ModelShape, tp: int, algorithm: str = WEIGHT_DIGEST
 ) -> dict[tuple[int, str], str]:
     """``{(rank, hf_name): digest}`` over all ranks: what every worker of an engine of this ``tp`` must report."""
     shape.check_tp(tp)

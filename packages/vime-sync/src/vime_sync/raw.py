@@ -1,0 +1,60 @@
+"""A tensor's bytes, and threads that go over those of many tensors."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from rl_contract import ContractError, MissingSupport
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+def flat_bytes(name: object, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in row-major order as uint8 [n]: a view where it is contiguous, else a copy.
+
+    Raises:
+        ContractError: what is no tensor, or has no bytes to read: meta, sparse, quantized.
+        MissingSupport: a device other than CPU and CUDA (ROCm).
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ContractError(f"{name} is a {type(tensor).__name__}; give a torch.Tensor")
+    if tensor.is_meta:
+        raise ContractError(f"{name} is a meta tensor, which has no bytes; digest the materialised tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise ContractError(f"{name} is {kind}, which has no row-major bytes; give a strided tensor")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise MissingSupport(f"{name} is on {tensor.device}; supported: cpu, cuda (also ROCm); copy it to the host")
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def default_threads() -> int:
+    """Two, up to sixteen where this process may use so many cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(16, cores))
+
+
+def map_tensors(
+    function: Callable[[torch.Tensor], T], tensors: Iterable[tuple[K, torch.Tensor]], *, threads: int | None = None
+) -> Iterator[tuple[K, T]]:
+    """``(key, function(tensor))`` in the order given; sha256 releases the interpreter, so threads use the cores.
+
+    At most ``2 * threads`` tensors are held at a time, however long ``tensors`` is.
+    """
+    threads = threads or default_threads()
+    pending: deque[tuple[K, Future[T]]] = deque()
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        for key, tensor in tensors:
+            pending.append((key, pool.submit(function, tensor)))
+            if len(pending) >= 2 * threads:
+                done, future = pending.popleft()
+                yield done, future.result()
+        while pending:
+            done, future = pending.popleft()
+            yield done, future.result()
