@@ -6,7 +6,7 @@ import parity_workers
 import pytest
 
 from rl_contract import ContractError, MissingSupport
-from rl_parity import cli, gpus, placement, preflight, preflight_cuda
+from rl_parity import cli, fleet, gpus, placement, preflight, preflight_cuda
 from rl_parity.config import RolloutLayout, RunConfig, TrainLayout
 from rl_parity.placement import GIB, place
 from rl_parity.rundir import RunDirectory
@@ -345,7 +345,7 @@ def test_engines_that_hold_other_bytes_by_sha256_end_the_run(tmp_path, machine, 
     machine(smi(1))
     parity_workers.FAULTS.add("proof")
     assert run(tmp_path)[0] == 3
-    assert "another sha256: rank 0 model.norm.weight (other bytes)" in capsys.readouterr().err
+    assert "another sha256-tree: rank 0 model.norm.weight (other bytes)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -357,3 +357,18 @@ def test_odd_indices_are_listed_without_any_gpu(given, named):
 
     assert any(named in line for line in options(RunConfig(device="cuda", gpus=given)))
     assert not any("--gpus" in line for line in options(RunConfig(device="cuda", gpus="0,1")))
+
+
+@pytest.mark.parametrize("answer", [True, False, None, "ok", 200])
+def test_a_remote_engines_answer_on_its_caches_is_passed_on_as_it_is(answer):
+    class Answering:
+        name = "engine-0"
+
+        def call(self, *asked):
+            assert asked == ("client", "clear_caches")
+            return self
+
+        def result(self, timeout):
+            return answer
+
+    assert fleet.RemoteEngine(Answering(), 1, 1.0).clear_caches() is answer

@@ -6,6 +6,7 @@ import parity_workers
 import pytest
 import torch
 
+from rl_contract import ContractError
 from rl_parity import checkpoint, cli, models, preflight, random_models
 from rl_parity.models import hf_config, spec_of, weight_bytes, write_model
 from rl_parity.random_models import RANDOM, random_tensors
@@ -62,6 +63,12 @@ def test_a_random_model_is_a_whole_checkpoint(tmp_path):
     assert checkpoint.problems(folder, checkpoint.read_config(folder)) == []
     assert checkpoint.size_in_bytes(folder) > weight_bytes(SMALL)
     assert not list(folder.glob("*.partial"))
+    config = checkpoint.read_config(folder)
+    # the word "false" is true to Python
+    for flag in ("false", "true", 1, 0, [], {"x": 1}):
+        with pytest.raises(ContractError, match=r"tie_word_embeddings=.*, supported: true or false") as refusal:
+            checkpoint.problems(folder, {**config, "tie_word_embeddings": flag})
+        assert repr(flag) in str(refusal.value)
 
 
 @pytest.fixture

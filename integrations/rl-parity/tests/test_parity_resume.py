@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import parity_workers
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rl_contract import ContractError
 from rl_parity import cli, loop, preflight, runner, state
 from rl_parity.rundir import RunDirectory, StepSamples
-from vime_sync import StepLedger
+from vime_sync import Manifest, StepLedger
 
 pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
@@ -312,15 +313,76 @@ def test_an_edited_figure_of_a_step_is_refused_by_report_and_resume(tmp_path, ca
     assert contents(out) == before
 
 
-def test_old_ledgers_without_digests_of_records_go_on_and_a_lost_line_is_missed(tmp_path, capsys):
+def old_run(out, monkeypatch, *, records=True):
+    """As versions wrote it that knew plain sha256 alone, the oldest without digests of records."""
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "WEIGHT_DIGEST", "sha256")
+        assert start(out, "--steps", "2", "--save-every", "1") == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest.pop("weight_digest") == "sha256"
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    path = out / "strict" / "ledger.jsonl"
+    if not records:
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"record"' not in line[:20]))
+    return path
+
+
+def test_a_run_of_plain_sha256_keeps_it(tmp_path, monkeypatch, capsys):
+    new, old = tmp_path / "new", tmp_path / "old"
+    assert start(new, "--steps", "4") == 0
+    old_run(old, monkeypatch)
+    assert resume(old, "--steps", "4") == 0
+    assert "weight_digest" not in RunDirectory(old).manifest()
+    assert cli.main(["report", str(old)]) == 0
+    assert "Unproven" not in capsys.readouterr().err
+    a, b = (RunDirectory(run).steps("strict") for run in (new, old))
+    assert all(x["weight_digest"] != y["weight_digest"] for x, y in zip(a, b))
+    weights = load_file(old / "model" / "model.safetensors")
+    assert Manifest.from_tensors(weights, algorithm="sha256").digest == b[0]["weight_digest"]
+    assert Manifest.from_tensors(weights).digest == a[0]["weight_digest"]
+    # the same weights have two names, which says nothing about their bytes: the rest is compared
+    assert cli.main(["compare", str(new), str(old)]) == 0
+    out = capsys.readouterr().out
+    assert "weights are named by sha256-tree against sha256: their digests were not compared" in out
+    assert "weight_digest " not in out
+    assert cli.main(["compare", str(old), str(old)]) == 0
+    assert "strict weight_digest " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["sha512", "words128", None, 3])
+def test_a_run_whose_weights_have_an_unknown_digest_is_refused_by_name(tmp_path, capsys, name):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "1", "--save-every", "1") == 0
+    edited(out / "manifest.json", weight_digest=name)
+    before = contents(out)
+    for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "2"]):
+        assert cli.main(command) == 2
+        err = capsys.readouterr().err
+        assert f"weight_digest {name!r} is unknown, supported: sha256-tree, sha256" in err
+    assert contents(out) == before
+
+
+def test_a_new_ledger_that_lost_all_digests_of_records_is_refused(tmp_path, capsys):
     out = tmp_path / "out"
     assert start(out, "--steps", "2", "--save-every", "1") == 0
     path = out / "strict" / "ledger.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"record"' not in line[:20]))
-    assert cli.main(["report", str(out)]) == 0
-    assert resume(out, "--steps", "4") == 0
-    assert cli.main(["report", str(out)]) == 0
+    path.write_text("".join(s for s in path.read_text().splitlines(keepends=True) if '"record"' not in s[:20]))
+    for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "3"]):
+        assert cli.main(command) == 2
+        assert "lacks the digests of step 0, which this run keeps" in capsys.readouterr().err
+
+
+def test_old_ledgers_without_digests_of_records_go_on_and_a_lost_line_is_missed(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    path = old_run(out, monkeypatch, records=False)
+    for more in ([], ["--steps", "4"]):
+        assert not more or resume(out, *more) == 0
+        capsys.readouterr()
+        assert cli.main(["report", str(out)]) == 0
+        # loudly, on the page too; what the later sitting did is borne out
+        assert "rl-parity: Unproven: 2 step(s) of the strict arm" in capsys.readouterr().err
+        assert "<b>Unproven: 2 step(s) of the strict arm" in (out / "report.html").read_text()
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"record","step":2' not in line]
     assert len(kept) == len(lines) - 1
@@ -329,4 +391,4 @@ def test_old_ledgers_without_digests_of_records_go_on_and_a_lost_line_is_missed(
     path.write_text("".join(line for line in lines if line != first[1]))
     capsys.readouterr()
     assert resume(out, "--steps", "5") == 2
-    assert "lacks the digests of step 3" in capsys.readouterr().err
+    assert "lacks the digests of step 3, which this run keeps" in capsys.readouterr().err

@@ -240,4 +240,12 @@ def test_audited_push_on_0_24_loads_on_the_device_through_the_workers_reload(tmp
     ((device, loaded),) = seen
     assert device == "meta"
     assert all(torch.equal(loaded[name].view(torch.int16), w.view(torch.int16)) for name, w in tensors.items())
-    assert set(engine.received["sha256"]) == {name for name, _ in ModelShape.from_hf_config(CONFIG).hf_shapes()}
+    assert set(engine.received["sha256-tree"]) == {name for name, _ in ModelShape.from_hf_config(CONFIG).hf_shapes()}
+
+
+@pytest.mark.parametrize("answer", [True, False, None, "ok", 200])
+def test_an_engines_answer_on_its_caches_is_passed_on_as_it_is(answer):
+    client = rl_vllm.VllmEngineClient.__new__(rl_vllm.VllmEngineClient)
+    client.llm = SimpleNamespace(reset_prefix_cache=lambda **options: answer)
+    # the publisher takes nothing but True
+    assert client.clear_caches() is answer

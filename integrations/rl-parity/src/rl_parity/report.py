@@ -90,8 +90,8 @@ def _unproven(summary: Mapping[str, Any]) -> str:
     if not missing:
         return ""
     return (
-        f"Unproven: {' and '.join(missing)}. The ledger has no digests of their records and samples, as in runs of older "
-        "versions; loss and gradients are shown as steps.jsonl has them, and nothing else in the run bears them out."
+        f"Unproven: {' and '.join(missing)}. The ledger has no digests of their records and samples, as in old runs: "
+        "loss and gradients are shown as steps.jsonl has them, and nothing else in the run bears them out."
     )
 
 

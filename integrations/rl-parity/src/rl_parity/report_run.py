@@ -90,7 +90,7 @@ def _weights(evidence: Mapping[str, Mapping[str, Any]]) -> str:
             shards = sum(proof["shards"] for proof in proofs)
             wrong = sum(proof["different"] for proof in proofs)
             text += (
-                f"; the sha256 of {number(shards)} shards held by engines was read back at step(s) "
+                f"; the {proofs[0].get('algorithm', 'sha256')} of {number(shards)} shards held by engines was read back at step(s) "
                 f"{', '.join(str(proof['step']) for proof in proofs)}, {wrong} engines differ"
             )
         out.append(f'<p class="note">{escape(text)}.</p>')

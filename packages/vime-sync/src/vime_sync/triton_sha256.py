@@ -181,7 +181,7 @@ def chunk_digests_kernel(table, count, chunks, steps, keys, out, CHUNK: tl.const
 
 
 # the round constants travel with the table, as words of it
-_PAIRS = torch.tensor(KEYS, dtype=torch.int64).to(torch.int32).view(torch.int64).tolist()
+_PAIRS = torch.tensor(KEYS, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.int64).tolist()
 
 
 def tops(tensors: Sequence[torch.Tensor], chunk: int) -> torch.Tensor:
@@ -203,7 +203,7 @@ def tops(tensors: Sequence[torch.Tensor], chunk: int) -> torch.Tensor:
         table += [where[i] if level.below is None else out.data_ptr() + 32 * level.below[i] for i in level.members]
         table += level.sizes + level.firsts
     # one copy for all levels
-    sent = torch.tensor([*table, *place, *_PAIRS], dtype=torch.int64).to(device, non_blocking=True)
+    sent = torch.tensor([*table, *place, *_PAIRS], dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     keys = sent[-len(_PAIRS) :].view(torch.int32)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         at = 0
