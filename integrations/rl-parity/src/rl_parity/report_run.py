@@ -89,8 +89,9 @@ def _weights(evidence: Mapping[str, Mapping[str, Any]]) -> str:
         if proofs := found["sha256_proofs"]:
             shards = sum(proof["shards"] for proof in proofs)
             wrong = sum(proof["different"] for proof in proofs)
+            algorithm = proofs[0].get("algorithm", "sha256")
             text += (
-                f"; the {proofs[0].get('algorithm', 'sha256')} of {number(shards)} shards held by engines was read back at step(s) "
+                f"; the {algorithm} of {number(shards)} shards held by engines was read back at step(s) "
                 f"{', '.join(str(proof['step']) for proof in proofs)}, {wrong} engines differ"
             )
         out.append(f'<p class="note">{escape(text)}.</p>')
