@@ -78,7 +78,9 @@ def test_a_lent_push_of_a_real_trainer_holds_the_bytes_of_a_written_one(worker, 
     one = worker()
     written = one.export(str(tmp_path / "written"), "run", 0, "file", [1])
     lent = one.export(str(tmp_path / "lent"), "run", 0, "host", [1, 2])
-    assert lent["digest"] == written["digest"]
+    assert lent["digest"] == written["digest"] == one.digest()
+    plain = one.export(str(tmp_path / "plain"), "run", 0, "host", [1], "sha256")
+    assert plain["digest"] == one.digest("sha256") != lent["digest"]
     with read_weights(tmp_path / "written") as a, read_weights(tmp_path / "lent") as b:
         assert sorted(a) == sorted(b)
         assert all(bool((a[name] == b[name]).all()) for name in a)

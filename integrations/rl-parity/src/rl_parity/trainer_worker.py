@@ -11,7 +11,7 @@ from rl_contract import Profile
 from rl_megatron import LossConfig, OptimizerConfig, PackedBatch, ParallelConfig, TrainerRank, group_advantages
 from rl_megatron.checkpoint import model_shape
 from rl_parity import state
-from vime_sync import Loan, Manifest, PolicyVersion, lend_weights, shard_digests, write_weights
+from vime_sync import WEIGHT_DIGEST, Loan, Manifest, PolicyVersion, lend_weights, shard_digests, write_weights
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
@@ -72,7 +72,7 @@ class TrainerWorker:
         self._trainer.keep_reference()
 
     def export(
-        self, directory: str, run_id: str, step: int, transport: str, tps: Sequence[int], algorithm: str
+        self, directory: str, run_id: str, step: int, transport: str, tps: Sequence[int], algorithm: str = WEIGHT_DIGEST
     ) -> dict[str, str] | None:
         """Make the present weights ready for a push; rank 0 answers with the version and its digest.
 
@@ -100,12 +100,12 @@ class TrainerWorker:
             write_weights(Path(directory), tensors, version, manifest)
         return {"path": directory, "version": str(version), "digest": manifest.digest}
 
-    def digest(self, algorithm: str) -> str | None:
+    def digest(self, algorithm: str = WEIGHT_DIGEST) -> str | None:
         """Digest of the present weights, as a push would be called; rank 0 answers."""
         tensors = self._trainer.export_weights()
         return None if tensors is None else Manifest.from_tensors(tensors, algorithm=algorithm).digest
 
-    def shard_digests(self, tp: int, algorithm: str) -> dict[tuple[int, str], str] | None:
+    def shard_digests(self, tp: int, algorithm: str = WEIGHT_DIGEST) -> dict[tuple[int, str], str] | None:
         """Digests of what every worker of an engine of this ``tp`` must hold now; rank 0 answers."""
         tensors = self._trainer.export_weights()
         return None if tensors is None else shard_digests(tensors, model_shape(self._trainer.model), tp, algorithm)
