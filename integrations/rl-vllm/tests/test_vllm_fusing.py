@@ -1,10 +1,12 @@
 """Norms, rotation and cache write done by the attention: same bits, every layer or none, a switch. No GPU needed."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import rl_attn
 from rl_contract import ContractError, MissingSupport
 
 pytest.importorskip("vllm")
@@ -13,7 +15,6 @@ from rl_vllm.gpu_attention import StrictGPUBackend
 
 def parts_of_a_layer(qk_norm, rotary_dim=32, tokens=9, heads=4, kv_heads=2, head_dim=32):
     """(q, k, v, positions, slots, rotary, norms, eps) as a decoder layer has them."""
-    import rl_attn
 
     g = torch.Generator().manual_seed(3)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, generator=g).bfloat16()
@@ -30,7 +31,6 @@ def parts_of_a_layer(qk_norm, rotary_dim=32, tokens=9, heads=4, kv_heads=2, head
 
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_attention_does_what_stood_before_it_with_the_same_bits(qk_norm):
-    import rl_attn
     import rl_norm
     from rl_vllm.fusing import Before
 
@@ -44,6 +44,49 @@ def test_attention_does_what_stood_before_it_with_the_same_bits(qk_norm):
     rl_attn.write_paged(other, k, v, slots)
     assert torch.equal(found.view(torch.int16), q.contiguous().view(torch.int16))
     assert torch.equal(stores[0].view(torch.int16), stores[1].view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", ["segments of one run", "another tensor"])
+def test_a_layer_views_its_cache_once_and_lets_it_go_with_the_engine(kind):
+    from rl_vllm.gpu_attention import StrictGPUAttentionImpl
+
+    impl = StrictGPUAttentionImpl.__new__(StrictGPUAttentionImpl)
+    impl.num_kv_heads, impl.head_size, impl.layout = 2, 32, "vllm_split"
+    cache = torch.zeros((2, 3, 16, 2, 32), dtype=torch.bfloat16)
+    first = impl._cache(cache)
+    assert first.k.data_ptr() == cache[0].data_ptr()
+    if kind == "another tensor":
+        other = torch.ones_like(cache)
+        assert impl._cache(other).v.data_ptr() == other[1].data_ptr()
+        # what has gone is not the one that is held
+        del cache, first
+        assert impl._cache(other).v.data_ptr() == other[1].data_ptr()
+        return
+    assert impl._cache(cache) is first
+    # an engine may give its tensor other memory
+    moved = torch.ones_like(cache)
+    cache.data = moved
+    assert impl._cache(cache).k.data_ptr() == moved.data_ptr()
+    storage = weakref.ref(cache.untyped_storage())
+    del first, moved, cache
+    assert impl._held is None
+    assert storage() is None
+
+
+def test_a_layer_takes_a_new_table_where_its_buffers_are_others():
+    from rl_vllm.fusing import Before
+
+    *_, rotary, norms, table = parts_of_a_layer(False)
+    before = Before(rotary, *norms)
+    q, k, v, positions, slots, *_ = parts_of_a_layer(False)
+    store = torch.zeros((2, 2, 16, 2, 32), dtype=torch.bfloat16)
+    cache = rl_attn.PagedKV.from_vllm_split(store, num_kv_heads=2, head_dim=32)
+    first = before(q, k, v, positions, cache, slots)
+    held = before._table
+    assert torch.equal(before(q, k, v, positions, cache, slots), first)
+    assert before._table is held
+    rotary.rl_cos, rotary.rl_sin = torch.ones_like(table.cos), torch.zeros_like(table.sin)
+    assert torch.equal(before(q, k, v, positions, cache, slots), q)
 
 
 class Attention(torch.nn.Module):
@@ -119,7 +162,6 @@ def test_bad_input_another_word_than_true_or_false_never_decides_about_joining(g
 
 
 def test_operator_that_is_not_there_leaves_the_layers_apart(monkeypatch):
-    import rl_attn
     from rl_vllm import fusing
 
     monkeypatch.delattr(rl_attn, "norm_rotary_write")

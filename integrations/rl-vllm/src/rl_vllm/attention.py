@@ -3,6 +3,7 @@
 The order of addition is that of the profile's attention contract; nothing here adds.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -91,6 +92,7 @@ class StrictAttentionImpl(AttentionImpl):
     # one block per (block id, kv head) of [block_size, 2 * head_dim]
     layout = "vllm_cpu"
     kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "bfloat16")
+    _held: tuple[Any, int, rl_attn.PagedKV] | None = None
 
     def __init__(
         self,
@@ -131,9 +133,20 @@ class StrictAttentionImpl(AttentionImpl):
         self.strict = active()
 
     def _cache(self, kv_cache: torch.Tensor) -> rl_attn.PagedKV:
-        return rl_attn.PagedKV.from_layout(
-            self.layout, kv_cache, num_kv_heads=self.num_kv_heads, head_dim=self.head_size
+        """The layer's cache, viewed once: it is asked for at every step and moves at most when the engine starts."""
+        held = self._held
+        if held is not None and held[0]() is kv_cache and held[1] == kv_cache.data_ptr():
+            return held[2]
+        # views of the tensor itself would keep it, and a cache that vLLM only tries out must go when vLLM lets it go
+        paged = rl_attn.PagedKV.from_layout(
+            self.layout, kv_cache.detach(), num_kv_heads=self.num_kv_heads, head_dim=self.head_size
         )
+        self._held = weakref.ref(kv_cache, self._forget), kv_cache.data_ptr(), paged
+        return paged
+
+    def _forget(self, gone: Any) -> None:
+        if self._held is not None and self._held[0] is gone:
+            self._held = None
 
     def do_kv_cache_update(
         self,

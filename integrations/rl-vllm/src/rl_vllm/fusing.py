@@ -9,7 +9,7 @@ vLLM names its compiled graphs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import rl_attn
@@ -47,7 +47,7 @@ def decided(vllm_config: Any) -> bool:
     return bool(vllm_config.additional_config.get(KEY, False))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Before:
     """What an attention does first.
 
@@ -59,16 +59,19 @@ class Before:
     rotary: Any
     q_norm: Any = None
     k_norm: Any = None
+    _table: Any = field(default=None, init=False, repr=False)
 
     def __call__(self, q: Any, k: Any, v: Any, positions: Any, cache: Any, slot_mapping: Any) -> Any:
         """q [T, Hq, D], k and v [T, Hkv, D] as the projection left them -> q for attention; k and v at their slots."""
-        table = rl_attn.RopeTable(self.rotary.rl_cos, self.rotary.rl_sin)
+        cos = self.rotary.rl_cos
+        if self._table is None or self._table.cos is not cos:
+            self._table = rl_attn.RopeTable(cos, self.rotary.rl_sin)
         norms = {}
         if self.q_norm is not None:
             norms = {
                 "q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.variance_epsilon
             }  # fmt: skip
-        return rl_attn.norm_rotary_write(q, k, v, positions, table, cache, slot_mapping, **norms)
+        return rl_attn.norm_rotary_write(q, k, v, positions, self._table, cache, slot_mapping, **norms)
 
 
 def fuse(model: Any) -> int:

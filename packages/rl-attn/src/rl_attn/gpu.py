@@ -104,7 +104,7 @@ def ring_for(row: plans.Row, key_tile: int) -> int:
 
 
 def record(boundary: str, kernel: str, plan: str = "-", layout: str = "-") -> None:
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     record_launch(Launch(boundary, kernel, plan, layout, "capture" if capturing else "eager"))
 
 

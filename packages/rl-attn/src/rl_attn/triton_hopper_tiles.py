@@ -4,6 +4,8 @@ Order and rounding are those of ``triton_tiles``, hence the same bits. One warp 
 copy engine, packed rows or pages alike; groups of four warps hold 64 query rows each.
 """
 
+from functools import cache
+
 from torch import Tensor, bfloat16
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -103,8 +105,12 @@ def drop_rows(tile, kept, dtype: gl.constexpr, KEY_TILE: gl.constexpr, D: gl.con
 
 
 def _shared(rows: int, x: Tensor) -> gl.NVMMASharedLayout:
-    dtype = gl.bfloat16 if x.dtype == bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, x.shape[-1]], dtype)
+    return _layout(rows, x.shape[-1], x.dtype == bfloat16)
+
+
+@cache
+def _layout(rows: int, columns: int, brain: bool) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if brain else gl.float16)
 
 
 def rows_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
