@@ -185,7 +185,8 @@ def _paged_calls(rows: list[int], lengths: list[int], peers: dict[str, Any]) -> 
     out = torch.empty_like(q)
     ours = k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)
     calls: dict[str, Callable[[int], object]] = {
-        "strict": lambda _: gpu.paged(q, *ours, starts, used, table, SCALE, *TILES.values())
+        # the bound on rows that an engine knows
+        "strict": lambda _: gpu.paged(q, *ours, starts, used, table, SCALE, *TILES.values(), most_rows=max(rows))
     }
     most = max(lengths)
     if fa3 := peers["fa3"]:

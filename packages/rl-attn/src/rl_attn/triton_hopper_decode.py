@@ -28,6 +28,7 @@ from rl_attn.triton_hopper_tiles import (
     fetch_tile,
     flat,
     fold_factors,
+    short_sequences,
     weigh,
 )
 
@@ -68,11 +69,7 @@ def _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl
     work = 0
     for start in range(0, sequences, 128):
         b = start + gl.arange(0, 128, line)
-        live = b < sequences
-        begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
-        queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
-        keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
-        segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+        _, segments = short_sequences(b, b < sequences, cu_q, seq_lens, SEGMENT, SHORT)
         work += gl.sum(segments, 0)
     whole = work.to(gl.int64)  # type: ignore[attr-defined]
     begin = (whole * team // teams).to(gl.int32)
@@ -86,10 +83,7 @@ def _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl
         for start in range(0, sequences, 128):
             b = start + gl.arange(0, 128, line)
             live = b < sequences
-            begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
-            queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
-            keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
-            segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+            queries, segments = short_sequences(b, live, cu_q, seq_lens, SEGMENT, SHORT)
             ends = passed + gl.associative_scan(segments, 0, _sum)
             before = live & (ends <= begin)
             sequence += gl.sum(before.to(gl.int32), 0)

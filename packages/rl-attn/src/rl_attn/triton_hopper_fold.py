@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from rl_attn.triton_hopper_tiles import LN2, NEG_INF, barrier, copy, finite, flat
+from rl_attn.triton_hopper_tiles import LN2, NEG_INF, barrier, copy, finite, flat, short_sequences
 
 CHUNK = gl.constexpr(64)  # segments on their way at once, twice
 
@@ -57,11 +57,7 @@ def attn_fold_sm90_kernel(
         sequence = gl.maximum(sequence, gl.max(gl.where(live & (begins <= row) & (queries > 0), b, 0), 0))
     for start in range(0, sequence, 128):
         b = start + gl.arange(0, 128, line)
-        live = b < sequence
-        begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
-        queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
-        keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
-        segments = gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+        queries, segments = short_sequences(b, b < sequence, cu_q, seq_lens, SEGMENT, SHORT)
         slot += gl.sum(segments * queries, 0)
     q_begin = gl.load(cu_q + sequence).to(gl.int32)
     q_len = gl.load(cu_q + sequence + 1).to(gl.int32) - q_begin

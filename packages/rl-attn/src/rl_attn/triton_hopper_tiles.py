@@ -104,6 +104,15 @@ def drop_rows(tile, kept, dtype: gl.constexpr, KEY_TILE: gl.constexpr, D: gl.con
     barrier()
 
 
+@gluon.jit
+def short_sequences(b, live, cu_q, seq_lens, SEGMENT: gl.constexpr, SHORT: gl.constexpr):
+    """Of the live ones of sequences ``b``: queries, and the segments that decode computes."""
+    begins = gl.load(cu_q + b, mask=live, other=0).to(gl.int32)
+    queries = gl.load(cu_q + b + 1, mask=live, other=0).to(gl.int32) - begins
+    keys = gl.load(seq_lens + b, mask=live, other=0).to(gl.int32)
+    return queries, gl.where(live & (queries > 0) & (queries <= SHORT), (keys + SEGMENT - 1) // SEGMENT, 0)
+
+
 def _shared(rows: int, x: Tensor) -> gl.NVMMASharedLayout:
     return _layout(rows, x.shape[-1], x.dtype == bfloat16)
 
