@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_contract import ContractError, MissingSupport
-from vime_sync import digests, tensor_digest, tree_digests
+from vime_sync import Manifest, digests, tensor_digest, tree_digests
 from vime_sync.tree import CHUNK
 
 SIZES = [0, 1, 31, 63, 64, 4095, 4096, 4097, 8192, 12289, 128 * 4096, 128 * 4096 + 1, 300 * 4096 + 5]
@@ -163,6 +163,13 @@ for n, x, row in zip(sizes, tensors, found):
     assert row.numpy().tobytes() == tree.top(tree.level(raw, 128), 128), n
     if n <= 128:
         assert row.numpy().tobytes() == hashlib.sha256(raw).digest(), n
+
+# a batch as of a GPU's tensors, one of which begins inside a word; launched in two parts
+tree._BATCH = 75
+batch, given = tree._Batch(), [data[:50], data[101:151], data[:0], data[300:355]]
+for i, x in enumerate(given):
+    batch.add(i, x)
+assert [(i, tree.root(given[i].numel(), t)) for i, t in batch.tops()] == tree.tree_digests(enumerate(given))
 print("interpreted")
 """
 
@@ -224,6 +231,16 @@ class TestGpu:
         host = [(i, some_bytes(1000 * i + i, i)) for i in range(40)]
         mixed = [(i, x.cuda() if i % 3 else x) for i, x in host]
         assert tree_digests(mixed) == tree_digests(host)
+
+    def test_a_manifest_of_a_gpus_tensors_is_that_of_the_hosts(self):
+        x = torch.randn(300, 257, generator=torch.Generator().manual_seed(3))
+        host = {"a": x, "b": x.bfloat16().t(), "c": x[:0], "d": x[:, 5:200].bfloat16()}
+        mixed = {n: t.cuda() if n != "b" else t for n, t in host.items()}
+        assert Manifest.from_tensors(mixed) == Manifest.from_tensors(host)
+        assert Manifest.from_tensors(mixed, algorithm="sha256") == Manifest.from_tensors(host, algorithm="sha256")
+        mixed["d"][3, 3], mixed["d"][299, 1] = float("nan"), -float("inf")
+        with pytest.raises(ContractError, match="d holds 2 NaN or infinite values"):
+            Manifest.from_tensors(mixed)
 
     def test_more_than_two_gib(self):
         x = torch.zeros((1 << 31) + 4099, dtype=torch.uint8, device="cuda")

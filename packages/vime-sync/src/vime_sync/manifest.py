@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -185,12 +186,17 @@ def described(algorithm: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> It
     counts: list[int | torch.Tensor] = []
 
     def counted() -> Iterator[tuple[int, torch.Tensor]]:
-        # threads have streams of their own: what is on a GPU is counted from here
-        looked = map_tensors(lambda t: None if t.is_cuda else nonfinite_count(t), (((n, t), t) for n, t in tensors))
-        for (name, tensor), bad in looked:
-            kinds.append((name, DTYPES[tensor.dtype], tuple(tensor.shape)))
-            counts.append(_nonfinite_there(tensor) if bad is None else bad)
-            yield len(counts) - 1, tensor
+        for on_gpu, group in groupby(tensors, key=lambda pair: pair[1].is_cuda):
+            looked: Iterable[tuple[tuple[str, torch.Tensor], int | torch.Tensor]]
+            if on_gpu:
+                # from this thread, whose stream they are on
+                looked = ((pair, _nonfinite_there(pair[1])) for pair in group)
+            else:
+                looked = map_tensors(nonfinite_count, ((pair, pair[1]) for pair in group))
+            for (name, tensor), bad in looked:
+                kinds.append((name, DTYPES[tensor.dtype], tuple(tensor.shape)))
+                counts.append(bad)
+                yield len(counts) - 1, tensor
 
     found = digests(algorithm, counted())
     there = [c for c in counts if isinstance(c, torch.Tensor)]
