@@ -1,6 +1,8 @@
 """tools/bench engine: engines are measured in turn and ended, failed or not; numbers are there as they come."""
 
+import json
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -46,8 +48,8 @@ def test_engines_are_measured_in_turn_and_one_that_fails_or_hangs_is_named(arms,
     from benches import engine
 
     plan = {
-        "gpu": "0", "layers": [8], "engines": ["strict", "native", "batch-invariant"], "logs": str(tmp_path),
-        "end": time.time() + 2,
+        "gpu": "0", "jobs": [(8, ["strict", "native"]), (8, ["batch-invariant"])], "logs": str(tmp_path),
+        "end": time.time() + 2, "cores": sorted(os.sched_getaffinity(0)),
     }  # fmt: skip
     arms.conduct(plan)
     found = engine.results(tmp_path)
@@ -72,8 +74,9 @@ def test_engines_are_measured_in_turn_and_one_that_fails_or_hangs_is_named(arms,
 def test_an_engine_that_does_not_start_leaves_its_log_and_the_others_go_on(arms, tmp_path):
     from benches import engine
 
-    plan = {"gpu": "0", "layers": [8], "engines": ["strict", "batch-invariant"], "logs": str(tmp_path)}
-    arms.conduct({**plan, "end": time.time() + 30})
+    cores = sorted(os.sched_getaffinity(0))
+    jobs = [(8, ["strict", "batch-invariant"])]
+    arms.conduct({"gpu": "0", "jobs": jobs, "logs": str(tmp_path), "cores": cores, "end": time.time() + 30})
     found = engine.results(tmp_path)
     (failed,) = [x for x in found if "error" in x]
     assert (failed["engine"], failed["error"]) == ("batch-invariant", "ValueError: no such mode")
@@ -84,8 +87,9 @@ def test_an_engine_that_does_not_start_leaves_its_log_and_the_others_go_on(arms,
 def test_conductor_that_is_told_to_stop_ends_its_engines(arms, tmp_path):
     def conduct():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        plan = {"gpu": "0", "layers": [8], "engines": ["native", "strict"], "logs": str(tmp_path)}
-        arms.conduct({**plan, "end": time.time() + 60})
+        cores = sorted(os.sched_getaffinity(0))
+        jobs = [(8, ["native", "strict"])]
+        arms.conduct({"gpu": "0", "jobs": jobs, "logs": str(tmp_path), "cores": cores, "end": time.time() + 60})
 
     conductor = multiprocessing.get_context("fork").Process(target=conduct)
     conductor.start()
@@ -99,6 +103,31 @@ def test_conductor_that_is_told_to_stop_ends_its_engines(arms, tmp_path):
     conductor.join(10)
     assert conductor.exitcode == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_pairs_and_peers_are_spread_over_the_gpus_each_on_cores_of_its_own(arms, tmp_path, monkeypatch):
+    from benches import engine
+
+    jobs = engine.jobs_of([8, 36], ["strict", "native", "batch-invariant"])
+    assert jobs == [(n, e) for e in (["strict", "native"], ["batch-invariant"]) for n in (8, 36)]
+    plans = []
+
+    def popen(command, env, **_):
+        plans.append((env["CUDA_VISIBLE_DEVICES"], json.loads(command[-1])))
+        return SimpleNamespace(poll=lambda: 0, wait=lambda *_: 0, returncode=0)
+
+    monkeypatch.setattr(engine.subprocess, "Popen", popen)
+    monkeypatch.setattr(engine.os, "sched_getaffinity", lambda _: set(range(64)))
+    engine.run(1, [8, 36], ["0", "1", "2", "3"], ["strict", "native", "batch-invariant"], tmp_path / "a")
+    assert [gpu for gpu, _ in plans] == ["0", "1", "2", "3"]
+    assert [[tuple(job) for job in plan["jobs"]] for _, plan in plans] == [[job] for job in jobs]
+    assert [plan["cores"] for _, plan in plans] == [list(range(16 * i, 16 * i + 16)) for i in range(4)]
+    plans.clear()
+    engine.run(1, [8], ["0", "1", "2", "3"], ["strict", "native"], tmp_path / "b")
+    assert [(gpu, len(plan["cores"])) for gpu, plan in plans] == [("0", 64)]
+    plans.clear()
+    engine.run(1, [8, 36], ["2", "5"], ["strict", "native", "batch-invariant"], tmp_path / "c")
+    assert [[tuple(job) for job in plan["jobs"]] for _, plan in plans] == [jobs[::2], jobs[1::2]]
 
 
 def test_every_engine_has_a_cache_for_its_largest_case(arms):
@@ -151,6 +180,6 @@ def test_decode_is_timed_where_all_requests_decode_and_prefill_of_unseen_prompts
     assert found["core_step_ms"] == 40.0
     assert found["decode"] == pytest.approx(200.0)
     assert found["prefill"] == pytest.approx(4 * 32 / 4.02)
-    assert llm.calls == [(4, 1), (0, 4), (4, 1), (4, 1), (0, 44), (0, 44)]
+    assert llm.calls == [(4, 1), (0, 4), *[(4, 1)] * 3, *[(0, 44)] * 4]
     with pytest.raises(engine_arms.TooFewSteps, match="only 2 of 14 steps gave all 13 requests a token"):
         engine_arms.measure(llm, engine_arms.Steps(llm), 32, 13, 10, True)

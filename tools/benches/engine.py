@@ -2,10 +2,11 @@
 
     tools/bench engine --json FILE [--layers 8 36] [--gpus 0 1] [--engines strict native] [--logs DIR]
 
-Qwen3-8B's dimensions, dummy weights. The engines of one model start side by side on one GPU and are then measured in
-turn, case by case, alone on it, so that what is there when the time is up can be compared. With several GPUs each takes
-the next model. Prefill is the time to the last first token of a batch of unseen prompts; decode is the time between
-steps that give every request of a batch a token, once all prompts are in the prefix cache.
+Qwen3-8B's dimensions, dummy weights. Strict and the first peer of one model start side by side on one GPU and are then
+measured in turn, case by case, alone on it, so that what is there when the time is up can be compared; every further
+peer has the GPU to itself. With several GPUs each takes the next pair or peer, on cores of its own. Prefill is the time
+to the last first token of a batch of unseen prompts; decode is the time between steps that give every request of a
+batch a token, once all prompts are in the prefix cache.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from benches.engine_arms import ARMS, CASES
 from command_line import count
 
 METHOD = (
-    "Best of 2 rounds a case (prefill: 1 where a prompt batch has over 300,000 tokens), vLLM's own engine process, "
+    "Best round of a case (prefill: 3, or 1 where a prompt batch has over 300,000 tokens; decode: 4, or 2), vLLM's own "
+    "engine process, engines of one GPU measured in turn, of several GPUs beside one another on equal shares of cores, "
     "logprobs=0, decode timed between steps in which all requests get a token, their prompts in the prefix cache; "
     "compiled, full and piecewise CUDA graphs of 1, 8, 64, 256 and 512 tokens unless the engine's name says eager"
 )
@@ -69,11 +71,13 @@ def run(
     if len(engines) < 2 or "strict" not in engines:
         print(f"engines {', '.join(engines)}: ratios need strict and another one", flush=True)
     conductors = []
-    for i, gpu in enumerate(gpus):
-        models = list(layers)[i :: len(gpus)]
-        if not models:
-            continue
-        plan = {"gpu": gpu, "layers": models, "engines": list(engines), "end": time.time() + budget, "logs": str(logs)}
+    cores = sorted(os.sched_getaffinity(0))
+    jobs = jobs_of(layers, engines)
+    lanes = [(gpu, jobs[i :: len(gpus)]) for i, gpu in enumerate(gpus) if jobs[i :: len(gpus)]]
+    for i, (gpu, mine) in enumerate(lanes):
+        share = len(cores) // len(lanes)
+        own = cores[i * share : (i + 1) * share] or cores
+        plan = {"gpu": gpu, "jobs": mine, "cores": own, "end": time.time() + budget, "logs": str(logs)}
         environment = dict(os.environ, CUDA_VISIBLE_DEVICES=gpu)
         log = open(logs / f"conductor-{gpu}.txt", "w")  # noqa: SIM115
         conductors.append(
@@ -106,6 +110,12 @@ def run(
         if "error" in x:
             print(f"engine {x['engine']}, {x['layers']} layers: {x['error']}; its log is in {logs}", flush=True)
     return tabled(found)
+
+
+def jobs_of(layers: Sequence[int], engines: Sequence[str]) -> list[tuple[int, list[str]]]:
+    """(layers, engines that are on a GPU at once), the most wanted first: strict beside its first peer."""
+    groups = [list(engines[:2]), *([name] for name in engines[2:])]
+    return [(n, group) for group in groups for n in layers]
 
 
 def results(logs: Path) -> list[dict[str, Any]]:

@@ -150,14 +150,14 @@ def measure(llm: Any, steps: Steps, prompt: int, batch: int, new: int, seeded: b
     # both phases of the whole batch once, so that their kernels and graphs are there
     for tokens in (1, 4):
         run(prompts(salt), tokens)
-    rounds = 1 if prompt * batch > 300_000 else 2
+    many = prompt * batch > 300_000
     first, given = float("inf"), prompts(salt)
-    for i in range(rounds):
+    for i in range(1 if many else 3):
         given = prompts(salt + 1 + i)
         first = min(first, run(given, 1))
     best: list[float] = []
     core: list[float] = []
-    for _ in range(2):
+    for _ in range(2 if many else 4):
         run(given, new + 4)
         whole = steps.of_whole_batch(batch)
         # requests arrive one after the other while the first already decode
@@ -259,8 +259,9 @@ class Arm:
 
 
 def conduct(plan: dict[str, Any]) -> None:
-    """All models of one GPU, one after the other."""
+    """All jobs of one GPU, one after the other, on the cores that are its own."""
     logs, end = Path(plan["logs"]), float(plan["end"])
+    os.sched_setaffinity(0, plan["cores"])
     with open(logs / f"results-{plan['gpu']}.jsonl", "a") as results:
 
         def write(**line: Any) -> None:
@@ -274,12 +275,12 @@ def conduct(plan: dict[str, Any]) -> None:
             except Exception as error:
                 print(f"{module} is not imported ahead: {error!r}", flush=True)
         write(imports_s=round(time.time() - begin, 1))
-        for layers in plan["layers"]:
+        for layers, engines in plan["jobs"]:
             folder = logs / f"model-{layers}-{plan['gpu']}"
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(config(layers)))
             if time.time() < end:
-                model(plan["engines"], layers, str(folder), logs, end, write)
+                together(engines, layers, str(folder), logs, end, write)
 
 
 # what engines import anyhow, without asking for a GPU
@@ -290,29 +291,27 @@ PRELOADED = (
 )  # fmt: skip
 
 
-def model(engines: list[str], layers: int, folder: str, logs: Path, end: float, write: Any) -> None:
-    """Two engines at a time: strict and the first peer, then the others."""
-    groups = [engines[:2], *([name] for name in engines[2:])]
-    for group in groups:
-        arms = [Arm(name, layers, folder, logs) for name in group]
-        try:
+def together(engines: list[str], layers: int, folder: str, logs: Path, end: float, write: Any) -> None:
+    """Engines of one model that are on the GPU at once, measured in turn."""
+    arms = [Arm(name, layers, folder, logs) for name in engines]
+    try:
+        for a in arms:
+            # one that hangs must not take the others' time
+            found = a.answer(min(end, time.time() + max(60.0, 0.6 * (end - time.time()))))
+            write(engine=a.engine, layers=layers, **found)
+        for case in CASES:
             for a in arms:
-                # one that hangs must not take the others' time
-                found = a.answer(min(end, time.time() + max(60.0, 0.6 * (end - time.time()))))
-                write(engine=a.engine, layers=layers, **found)
-            for case in CASES:
-                for a in arms:
-                    if not a.alive or case not in a.cases or time.time() > end:
-                        continue
-                    begin = time.time()
-                    a.pipe.send(case)
-                    found = a.answer(end + GRACE)
-                    prompt, batch, _ = case
-                    took = round(time.time() - begin, 1)
-                    write(engine=a.engine, layers=layers, prompt=prompt, batch=batch, took_s=took, **found)
-        finally:
-            for a in arms:
-                a.stop()
+                if not a.alive or case not in a.cases or time.time() > end:
+                    continue
+                begin = time.time()
+                a.pipe.send(case)
+                found = a.answer(end + GRACE)
+                prompt, batch, _ = case
+                took = round(time.time() - begin, 1)
+                write(engine=a.engine, layers=layers, prompt=prompt, batch=batch, took_s=took, **found)
+    finally:
+        for a in arms:
+            a.stop()
 
 
 if __name__ == "__main__":
