@@ -1,5 +1,7 @@
 """What the contract does not cover is refused at once, by name, with nothing half-written."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -273,6 +275,9 @@ def test_check_paged_refuses_what_attention_paged_refuses():
     for name in good:
         with pytest.raises(ContractError, match=f"{name} of torch.float32"):
             rl_attn.check_paged(kv, **{**good, name: good[name].float()})
+    for other in (None, kv.k):
+        with pytest.raises(ContractError, match=f"check_paged got cache as {type(other).__name__}"):
+            rl_attn.check_paged(other, **good)
     with pytest.raises(ContractError, match=r"seq_lens \(1, 2\)"):
         rl_attn.check_paged(kv, **{**good, "seq_lens": good["seq_lens"][None]})
 
@@ -332,6 +337,23 @@ def test_write_skips_padding_and_touches_its_slots_only():
 def test_layout_of_another_shape_is_refused(layout, shape, message):
     with pytest.raises(ContractError, match=message):
         rl_attn.PagedKV.from_layout(layout, torch.zeros(shape), num_kv_heads=2, head_dim=16)
+
+
+@pytest.mark.parametrize("layout", ["vllm_cpu", "vllm_split"])
+@pytest.mark.parametrize(
+    ("cache", "heads", "message"),
+    [
+        (None, 2, "cache as NoneType"),
+        ([[1.0]], 2, "cache as list"),
+        (torch.zeros(4, 4).to_sparse(), 2, "cache as torch.sparse_coo"),
+        (torch.zeros(4), "2", "num_kv_heads='2'"),
+        (torch.zeros(4), None, "num_kv_heads=None"),
+    ],
+)
+def test_what_is_no_cache_of_an_engine_is_refused(layout, cache, heads, message):
+    for make in (getattr(rl_attn.PagedKV, f"from_{layout}"), partial(rl_attn.PagedKV.from_layout, layout)):
+        with pytest.raises(ContractError, match=f"layout '{layout}' got {message}"):
+            make(cache, num_kv_heads=heads, head_dim=16)
 
 
 def test_cache_views_that_differ_or_lack_unit_stride_are_refused():

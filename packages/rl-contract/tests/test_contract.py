@@ -267,6 +267,9 @@ BAD_MAIN_GRADS = {
     "bf16": (torch.zeros(2, 3, dtype=torch.bfloat16), "torch.bfloat16"),
     "meta": (torch.zeros(2, 3, device="meta"), "meta"),
     "a list": ([0.0] * 6, "list"),
+    "one row twice": (torch.zeros(3).expand(2, 3), "strides (0, 1), in which elements share memory"),
+    "rows that overlap": (torch.zeros(4).as_strided((2, 3), (1, 1)), "strides (1, 1), in which elements share memory"),
+    "sparse": (torch.zeros(2, 3).to_sparse(), "torch.sparse_coo"),
 }
 
 
@@ -276,8 +279,17 @@ def test_main_grad_of_another_kind_is_refused_and_left_as_it_was(name):
     weight.main_grad, words = BAD_MAIN_GRADS[name]
     with pytest.raises(ContractError, match=re.escape(words)):
         add_to_main_grad(weight, torch.ones(2, 3))
-    if name not in ("meta", "a list"):
+    if name not in ("meta", "a list", "sparse"):
         assert not weight.main_grad.any()
+
+
+@pytest.mark.parametrize("view", [torch.zeros(3, 2).t(), torch.zeros(2, 8)[:, ::3], torch.zeros(9, 3)[::5]])
+def test_main_grad_with_a_place_for_every_element_is_added_to_whatever_its_strides(view):
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    weight.main_grad = view
+    grad = torch.arange(6.0).view(2, 3)
+    assert add_to_main_grad(weight, grad) is None
+    assert torch.equal(weight.main_grad, grad)
 
 
 def test_main_grad_takes_the_sum_and_without_one_the_gradient_has_the_weight_type():

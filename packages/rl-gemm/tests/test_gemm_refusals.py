@@ -24,6 +24,9 @@ X, W = torch.zeros(3, 24), torch.zeros(8, 24)
 
 BAD = {
     "K differs": (lambda: rl_gemm.linear(X, torch.zeros(8, 23)), "one K"),
+    "sparse x": (lambda: rl_gemm.linear(X.to_sparse(), W), r"x as torch\.sparse_coo.*x\.to_dense"),
+    "sparse weight": (lambda: rl_gemm.linear(X, W.to_sparse()), r"weight as torch\.sparse_coo"),
+    "sparse gate_up": (lambda: rl_gemm.swiglu(X.to_sparse()), r"gate_up as torch\.sparse_coo"),
     "scalar": (lambda: rl_gemm.linear(torch.tensor(1.0), W), "one K"),
     "weight 1-D": (lambda: rl_gemm.linear(X, W[0]), "weight .N, K."),
     "K of 0": (lambda: rl_gemm.linear(torch.zeros(3, 0), torch.zeros(8, 0)), "K > 0"),

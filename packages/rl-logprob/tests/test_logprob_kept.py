@@ -309,6 +309,10 @@ def test_refusals():
             ),
             r"ids 1\.\.20; supported: 0\.\.19",
         ),
+        (lambda: lp.SupportKey([1], 2), "threshold is list"),
+        (lambda: lp.SupportKey(torch.zeros(3), 2), "last_id is int"),
+        (lambda: lp.SupportIds([1], torch.tensor([0, 1])), "ids is list"),
+        (lambda: lp.SupportIds(torch.zeros(1, dtype=torch.int32), [0, 1]), "starts is list"),
         (lambda: lp.SupportKey(torch.zeros(3), torch.zeros(2, dtype=torch.int64)), "last_id"),
         (lambda: lp.SupportIds(torch.zeros(3, dtype=torch.int32), torch.tensor([0, 2])), "climb from 0"),
         (

@@ -210,6 +210,13 @@ def test_framework_formulas_on_one_worked_batch():
 def test_refusals():
     r, mask = pair((2, 3))
     cases = [
+        (lambda: rollout_metrics([0.0], r, mask), "rollout_logprob is list"),
+        (lambda: rollout_metrics(r, [0.0], mask), "train_logprob is list"),
+        (lambda: rollout_metrics(None, [0.0], mask), "train_logprob is list"),
+        (lambda: rollout_metrics(r, r, [True]), "mask is list"),
+        (lambda: rollout_metrics(r, r, mask, sample_ids=[1]), "sample_ids is list"),
+        (lambda: rollout_metrics(r, r, mask, rollout_tokens=[1], train_tokens=[1]), "rollout_tokens is list"),
+        (lambda: rollout_metrics(r.to_sparse(), r, mask), "rollout_logprob is torch.sparse_coo"),
         (lambda: rollout_metrics(r.double(), r, mask), "rollout_logprob is torch"),
         (lambda: rollout_metrics(r, r.bfloat16(), mask), "train_logprob is torch"),
         (lambda: rollout_metrics(r[:1], r, mask), "all must have one shape"),

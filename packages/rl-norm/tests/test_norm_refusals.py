@@ -33,6 +33,7 @@ BAD = {
     "eps true": (lambda: rms_norm(X, W, True), "eps=True"),
     "no weight": (lambda: rms_norm(X, None, 1e-6), "weight as NoneType"),
     "x of numpy": (lambda: rms_norm(X.numpy(), W, 1e-6), "x as ndarray"),
+    "sparse x": (lambda: rms_norm(X.to_sparse(), W, 1e-6), r"x as torch\.sparse_coo.*x\.to_dense"),
     "residual of numbers": (lambda: rms_norm(X, W, 1e-6, residual=[0.0]), "residual as list"),
     "eps 1e39": (lambda: rms_norm(X, W, 1e39), "positive"),
     "scalar weight": (lambda: rms_norm(X, torch.tensor(1.0), 1e-6), "needs \\[8\\]"),

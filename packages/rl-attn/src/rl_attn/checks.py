@@ -32,6 +32,8 @@ def require_device(where: str, *tensors: torch.Tensor) -> None:
 def require_tensor(where: str, name: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise ContractError(f"{where} got {name} as {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one")
+    if x.layout != torch.strided:
+        raise ContractError(f"{where} got {name} as {x.layout}; supported: torch.strided, pass {name}.to_dense()")
 
 
 def require_kind(where: str, name: str, x: Any, kind: type, remedy: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_attn import memory
-from rl_attn.checks import require_indices
+from rl_attn.checks import require_indices, require_tensor, whole_number
 from rl_contract import ContractError
 
 LAYOUTS = ("vllm_cpu", "vllm_split")
@@ -91,6 +91,7 @@ class PagedKV:
     @classmethod
     def from_vllm_cpu(cls, cache: torch.Tensor, *, num_kv_heads: int, head_dim: int) -> "PagedKV":
         """``[num_blocks, Hkv, block_size, 2*D]``: a token's key, then its value."""
+        _require_cache("vllm_cpu", cache, num_kv_heads, head_dim)
         if cache.dim() != 4 or cache.shape[1] != num_kv_heads or cache.shape[3] != 2 * head_dim:
             raise ContractError(
                 f"layout 'vllm_cpu' got {tuple(cache.shape)}; supported: "
@@ -101,6 +102,7 @@ class PagedKV:
     @classmethod
     def from_vllm_split(cls, cache: torch.Tensor, *, num_kv_heads: int, head_dim: int) -> "PagedKV":
         """``[2, num_blocks, block_size, Hkv, D]``: all keys, then all values."""
+        _require_cache("vllm_split", cache, num_kv_heads, head_dim)
         if cache.dim() != 5 or cache.shape[0] != 2 or cache.shape[3] != num_kv_heads or cache.shape[4] != head_dim:
             raise ContractError(
                 f"layout 'vllm_split' got {tuple(cache.shape)}; supported: "
@@ -109,15 +111,28 @@ class PagedKV:
         return cls(cache[0].permute(0, 2, 1, 3), cache[1].permute(0, 2, 1, 3))
 
 
+def _require_cache(layout: str, cache: torch.Tensor, num_kv_heads: int, head_dim: int) -> None:
+    require_tensor(f"layout {layout!r}", "cache", cache)
+    if not (whole_number(num_kv_heads) and whole_number(head_dim)):
+        raise ContractError(
+            f"layout {layout!r} got num_kv_heads={num_kv_heads!r}, head_dim={head_dim!r}; supported: integers, those "
+            "of the model on this rank"
+        )
+
+
 def check_paged(
     cache: PagedKV, *, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
 ) -> None:
     """Look at the values that ``attention_paged`` on a GPU takes on trust: once a step, or after an output of NaN.
 
     Raises:
-        ContractError: shapes, dtypes, or the first row start, length or page id that the cache or the table does not
-            hold.
+        ContractError: no PagedKV, shapes, dtypes, or the first row start, length or page id that the cache or the table
+            does not hold.
     """
+    if not isinstance(cache, PagedKV):
+        raise ContractError(
+            f"check_paged got cache as {type(cache).__name__}; supported: a PagedKV, make one with PagedKV.from_layout"
+        )
     require_indices("check_paged", query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
     requests = seq_lens.numel()
     tables = block_table.dim() == 2 and block_table.shape[0] == requests

@@ -16,12 +16,14 @@ _COLUMN, _ROW = "gemm.column", "gemm.row"
 
 
 def check_tensors(where: str, **given: Any) -> None:
-    """Each a tensor; None where it is ``bias``."""
+    """Each a dense tensor; None where it is ``bias``."""
     for name, x in given.items():
         if not isinstance(x, Tensor) and not (x is None and name == "bias"):
             raise ContractError(
                 f"{where} got {name} as {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one"
             )
+        if x is not None and x.layout != torch.strided:
+            raise ContractError(f"{where} got {name} as {x.layout}; supported: torch.strided, pass {name}.to_dense()")
 
 
 def check_type(what: str, x: Tensor) -> None:

@@ -56,9 +56,11 @@ def check_logits(logits: Tensor, vocab_size: int) -> None:
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """A tensor on a device that has kernels."""
+    """A dense tensor on a device that has kernels."""
     if not isinstance(x, Tensor):
         raise ContractError(f"{name} is {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one")
+    if x.layout != torch.strided:
+        raise ContractError(f"{name} is {x.layout}; supported: torch.strided, pass {name}.to_dense()")
     check_device(x)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError, compare
+from rl_logprob.checks import check_tensor
 from rl_logprob.frameworks import framework_figures
 
 # Lower edges are included below 1, upper edges above it; exactly 1 has its own bucket.
@@ -73,6 +74,7 @@ def rollout_metrics(
         ContractError: shapes or types that do not match.
     """
     absent_all = rollout_logprob is None
+    check_tensor("train_logprob", train_logprob)
     rollout = torch.full_like(train_logprob, float("nan")) if rollout_logprob is None else rollout_logprob
     _check(rollout, train_logprob, mask, sample_ids, rollout_tokens, train_tokens)
     rollout, train, mask = (x.detach().cpu() for x in (rollout, train_logprob, mask))
@@ -206,6 +208,8 @@ def _check(
     rollout_tokens: Tensor | None,
     train_tokens: Tensor | None,
 ) -> None:
+    for name, x in (("rollout_logprob", rollout), ("train_logprob", train), ("mask", mask)):
+        check_tensor(name, x)
     for name, x in (("rollout_logprob", rollout), ("train_logprob", train)):
         if x.dtype != torch.float32:
             raise ContractError(f"{name} is {x.dtype}; supported: float32, what both engines return; do not convert it")
@@ -219,6 +223,8 @@ def _check(
         "train_tokens": train_tokens,
     }
     for name, other in others.items():
+        if other is not None:
+            check_tensor(name, other)
         if other is not None and other.shape != train.shape:
             raise ContractError(
                 f"{name} has shape {tuple(other.shape)}, train_logprob {tuple(train.shape)}; all must have one shape"

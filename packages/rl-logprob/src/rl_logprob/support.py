@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_contract import ContractError
 from rl_logprob import ops
-from rl_logprob.checks import check_logits, check_vocab, number, row_temperature, whole_number
+from rl_logprob.checks import check_logits, check_tensor, check_vocab, number, row_temperature, whole_number
 from rl_logprob.contract import SUPPORT_MAX_VOCAB
 
 
@@ -45,6 +45,7 @@ class SupportKey:
             ("threshold", self.threshold, torch.float32),
             ("last_id", self.last_id, torch.int64),
         ):
+            check_tensor(name, x)
             if x.dim() != 1 or x.dtype != dtype or len(x) != len(self.threshold):
                 raise ContractError(f"{name} is {x.dtype} {tuple(x.shape)}; needs {dtype} [T], one T for both")
         object.__setattr__(self, "temperature", _short_temperature(self.temperature, len(self.threshold)))
@@ -109,6 +110,8 @@ class SupportIds:
     starts: Tensor
 
     def __post_init__(self) -> None:
+        check_tensor("ids", self.ids)
+        check_tensor("starts", self.starts)
         if self.ids.dim() != 1 or self.ids.dtype != torch.int32:
             raise ContractError(f"ids are {self.ids.dtype} {tuple(self.ids.shape)}; needs int32 [n]")
         starts = self.starts

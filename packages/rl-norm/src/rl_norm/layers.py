@@ -103,6 +103,10 @@ def rms_norm(
             raise ContractError(
                 f"rms_norm got {name} as {type(given).__name__} {str(given)[:40]!r}; supported: a tensor, make one"
             )
+        if given is not None and given.layout != torch.strided:
+            raise ContractError(
+                f"rms_norm got {name} as {given.layout}; supported: torch.strided, pass {name}.to_dense()"
+            )
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
     if not isinstance(eps, (int, float)) or isinstance(eps, bool):
