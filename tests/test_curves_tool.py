@@ -3,21 +3,26 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from rl_contract import ContractError
+
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "curves"
 
 
-def arm(folder, wrong, steps=3):
+def arm(folder, wrong=0, steps=3, torn='{"step": 3, "rew', change=lambda lines: lines):
     folder.mkdir(parents=True)
     lines = [
         {"step": n, "reward": 0.1 * n, "grad_norm": 1.0, "max_abs_diff": 0.01 * wrong, "k3": 1e-4 * wrong,
-         "valid_count": 5, "mismatch_count": wrong, "seconds": {"rollout": 1.0, "train": 0.5}}
+         "valid_count": 5, "loss": 0.1, "mismatch_count": wrong, "seconds": {"rollout": 1.0, "train": 0.5}}
         for n in range(steps)
     ]  # fmt: skip
-    (folder / "steps.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "rew')
+    (folder / "steps.jsonl").write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in change(lines)) + torn
+    )
     return folder
 
 
@@ -34,6 +39,97 @@ def test_curves_count_what_was_compared_and_draw_it(tmp_path):
     assert "a/strict: 3 steps, 15 log-probabilities compared, 0 differ" in done.stdout
     assert "b/strict: 3 steps, 15 log-probabilities compared, 6 differ" in done.stdout
     assert out.read_bytes()[:4] == b"\x89PNG"
+    assert done.stderr.count("its last line was cut off and is left out") == 2
+
+
+def test_arms_of_one_name_in_runs_of_one_name_are_all_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    arms = [arm(tmp_path / folder / "run" / "strict", wrong) for folder, wrong in (("a", 0), ("b", 2))]
+    done = run(*arms, "--out", tmp_path / "x.svg")
+    assert done.stdout.splitlines() == [
+        "a/run/strict: 3 steps, 15 log-probabilities compared, 0 differ",
+        "b/run/strict: 3 steps, 15 log-probabilities compared, 6 differ",
+    ]
+    twice = run(arms[0], arms[0].parent / "." / "strict", "--out", tmp_path / "y.svg")
+    assert (twice.returncode, twice.stderr.count("are one directory; give each arm once")) == (1, 1)
+    assert not (tmp_path / "y.svg").exists()
+
+
+def test_a_step_that_could_not_be_compared_or_trained_is_a_gap(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def last(lines):
+        del lines[-1]["k3"]
+        lines[-1] |= {"valid_count": 0, "max_abs_diff": None, "loss": None, "grad_norm": None, "not_compared": "why"}
+        return lines
+
+    done = run(arm(tmp_path / "strict", torn="", change=last), "--out", tmp_path / "x.png")
+    assert (done.stdout, done.stderr) == ("strict: 3 steps, 10 log-probabilities compared, 0 differ\n", "")
+
+
+def changed(**figures):
+    return lambda lines: [lines[0], lines[1] | figures, lines[2]]
+
+
+BAD = {
+    "a broken line in the middle": (
+        lambda lines: [lines[0], '{"step": 1, "rew', lines[2]],
+        "line 2 is not whole JSON",
+    ),
+    "a list": (lambda lines: [[], *lines], "line 1 holds list"),
+    "a step alone": (lambda lines: [{"step": 0}], "step 0: valid_count is None"),
+    "a step twice": (lambda lines: [*lines, lines[2]], "step 2"),
+    "a gap": (lambda lines: [lines[0], lines[2]], "step 2"),
+    "another order": (lambda lines: [lines[0], lines[2], lines[1]], "step 2"),
+    "a later beginning": (lambda lines: lines[1:], "step 1"),
+    "no reward": (changed(reward=None), "step 1: reward is None"),
+    "a reward of text": (changed(reward="0.1"), "step 1: reward is '0.1'"),
+    "no k3": (changed(k3=None), "step 1: k3 is None"),
+    "no gradient norm": (changed(grad_norm=None), "step 1: grad_norm is None"),
+    "a count below 0": (changed(mismatch_count=-1), "step 1: mismatch_count is -1"),
+    "half a count": (changed(valid_count=2.5), "step 1: valid_count is 2.5"),
+    "seconds of text": (changed(seconds={"train": "1"}), "step 1: seconds is"),
+}
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = types.ModuleType("curves_tool")
+    found.__file__ = str(TOOL)
+    exec(compile(TOOL.read_text(), TOOL, "exec"), found.__dict__)
+    return found
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_steps_that_are_not_whole_are_named(case, tmp_path, tool):
+    change, words = BAD[case]
+    bad = arm(tmp_path / "strict", torn="", change=change)
+    with pytest.raises(ContractError, match=words) as refusal:
+        tool.steps_of(bad)
+    assert str(refusal.value).startswith(str(bad / "steps.jsonl"))
+
+
+def test_bad_input_one_arm_that_is_not_whole_draws_nothing(tmp_path):
+    bad = arm(tmp_path / "strict", change=lambda lines: lines[1:])
+    done = run(arm(tmp_path / "native", 2), bad, "--out", tmp_path / "x.png")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith(f"{bad / 'steps.jsonl'}, line 1: step 1 where step 0 belongs")
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [("x.xyz", 1, "supported are names that end with"), ("f/x.png", 2, "is a file, so")],
+)
+def test_bad_input_a_picture_that_cannot_be_written_is_named(tmp_path, name, status, words):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "f").write_text("kept")
+    done = run(arm(tmp_path / "strict"), "--out", tmp_path / name)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "x.xyz").exists()
 
 
 def test_bad_input_no_step_draws_nothing(tmp_path):

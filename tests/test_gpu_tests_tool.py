@@ -1,7 +1,11 @@
 """tools/gpu_tests says what passed, failed, was skipped and never ended, also of a run that is cut off."""
 
+import importlib.util
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,15 @@ def made():
 @pytest.mark.parametrize("i", range(6))
 def test_shares(made, i): pass
 """
+
+
+@pytest.fixture(autouse=True)
+def machine_with_a_gpu(tmp_path_factory, monkeypatch):
+    """Where one is listed; none is used here."""
+    tool = tmp_path_factory.mktemp("bin") / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: no card (UUID: GPU-0)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def run(folder, *options):
@@ -95,6 +108,53 @@ def test_bad_input_starts_no_test(tmp_path, options, names):
     assert done.returncode == 2
     assert names in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_gpu_nothing_starts_and_one_line_says_so(tmp_path, monkeypatch):
+    (tmp_path / "test_good.py").write_text(GOOD)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run(tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == "gpu_tests needs 1 GPU, torch sees 0"
+    assert not (tmp_path / "out").exists()
+
+
+HANGING = """
+import os, pathlib, pytest, time
+@pytest.mark.gpu
+@pytest.mark.parametrize("i", range(2))
+def test_hangs(i):
+    (pathlib.Path(__file__).parent / f"pid-{os.getpid()}-{os.getppid()}").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_ended_from_outside_it_leaves_no_process(tmp_path, how):
+    """Neither a pytest nor its workers, which note their ids."""
+    for project in ("one", "two"):
+        (tmp_path / project).mkdir()
+        (tmp_path / project / "test_hangs.py").write_text(HANGING)
+    workers = 2 if how == signal.SIGTERM and importlib.util.find_spec("xdist") else 0
+    command = [sys.executable, str(TOOL), *(str(tmp_path / p) for p in ("one", "two"))]
+    tool = subprocess.Popen([*command, "--out", str(tmp_path / "out"), "--workers", str(workers)])
+    try:
+        wanted, late = 2 * max(1, workers), time.monotonic() + 90
+        while len(found := sorted(tmp_path.glob("*/pid-*"))) < wanted:
+            assert time.monotonic() < late
+            assert tool.poll() is None
+            time.sleep(0.1)
+        tool.send_signal(how)
+        assert tool.wait(20) != 0
+        pids = {int(pid) for path in found for pid in path.name.split("-")[1:]} - {tool.pid}
+        late = time.monotonic() + 10
+        while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < late, left
+            time.sleep(0.1)
+    finally:
+        tool.kill()
 
 
 def test_only_marked_tests_run_and_nothing_passed_is_no_success(tmp_path):

@@ -228,7 +228,8 @@ class RunDirectory:
             torn: leave out a last line without its newline, which a run that was killed may leave.
 
         Raises:
-            ContractError: an empty file, a torn or broken line, a record without its step, or a step recorded twice.
+            ContractError: an empty file, a torn or broken line, a record without its step, or other steps than 0, 1, 2
+                and so on.
         """
         path = self.root / arm / "steps.jsonl"
         if not path.is_file():
@@ -243,6 +244,10 @@ class RunDirectory:
             require(path, record, {"step": int}, number)
             if any(record["step"] == other["step"] for other in records):
                 raise ContractError(f"{path}, line {number}: step {record['step']} is recorded twice; {REPAIR}")
+            if record["step"] != len(records):
+                raise ContractError(
+                    f"{path}, line {number}: step {record['step']} where step {len(records)} belongs; {REPAIR}"
+                )
             records.append(record)
         return records
 
