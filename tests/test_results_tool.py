@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,72 @@ def test_a_plan_is_selected_by_time_as_a_multiple_of_the_librarys(tmp_path):
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert [r["use"] for r in plan["rows"] if r["n"] == 1536] == [fast]
+
+
+ROW = {"operation": "forward", "n": 1536, "k": 4096, "leaves": 1, "m": 16, "use": "leaf-16x64x128-4w5-swap", "us": 2.0}
+DEFAULT = ROW | {"use": "default", "us": 4.0}
+NO_TIMINGS = {
+    "none": ([], "holds no timing"),
+    "the library alone": ([DEFAULT], "has timings of no kernel whose bits were right"),
+    "no pair": ([r | {"operation": "gate_up_swiglu"} for r in (ROW, DEFAULT)], "no timing of the two calls in turn"),
+    "us 0": ([DEFAULT | {"us": 0}, ROW], "row 0: us=0 is of no timing"),
+    "us nan": ([DEFAULT, ROW | {"us": float("nan")}], "row 1: us=nan"),
+    "us as text": ([DEFAULT, ROW | {"us": "2.0"}], "row 1: us='2.0'"),
+    "an odd kernel": ([DEFAULT, ROW | {"use": "leaf-16x64x128-zz9"}], "row 1: use='leaf-16x64x128-zz9'"),
+    "a kernel that is none": ([DEFAULT, ROW | {"use": "leaf-15x64x128-4w5"}], "row 1: use="),
+    "a kernel of a number": ([DEFAULT, ROW | {"use": 3}], "row 1: use=3"),
+    "m 0": ([DEFAULT | {"m": 0}, ROW], "row 0: m=0"),
+    "an unknown operation": ([DEFAULT | {"operation": "x"}, ROW], "row 0: operation='x'"),
+}
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    """The tool as a module: what it refuses needs no process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = types.ModuleType("tune_tool")
+    found.__file__ = str(TOOLS / "tune")
+    exec(compile((TOOLS / "tune").read_text(), TOOLS / "tune", "exec"), found.__dict__)
+
+    def select(*files, out, arch="sm90", keep=False):
+        found.select(argparse.Namespace(files=files, out=out, arch=arch, keep=keep))
+
+    return select
+
+
+def timings(path, rows):
+    path.write_text(json.dumps({"environment": {"device": "card"}, "differing": {}, "rows": rows}))
+    return path
+
+
+@pytest.mark.parametrize("case", NO_TIMINGS)
+def test_bad_input_what_is_no_timing_is_named_and_no_plan_is_written(case, tmp_path, tune):
+    rows, words = NO_TIMINGS[case]
+    out = tmp_path / "plan.json"
+    with pytest.raises(SystemExit) as end:
+        tune(timings(tmp_path / "times.json", rows), out=out)
+    assert words in end.value.code
+    assert not out.exists()
+
+
+def test_bad_input_an_architecture_or_plan_that_is_none_is_named(tmp_path, tune):
+    times, out = timings(tmp_path / "times.json", [DEFAULT, ROW]), tmp_path / "plan.json"
+    with pytest.raises(SystemExit, match=r"no plan is written.*arch='foo', supported"):
+        tune(times, out=out, arch="foo")
+    assert not out.exists()
+    out.write_text('{"rows": [{}], "certificates": []}')
+    with pytest.raises(SystemExit, match="is no plan that can be changed"):
+        tune(times, out=out, keep=True)
+    assert out.read_text() == '{"rows": [{}], "certificates": []}'
+
+
+def test_a_plan_says_how_much_of_it_was_timed(tmp_path, tune, capsys):
+    out = tmp_path / "plan.json"
+    tune(timings(tmp_path / "times.json", [DEFAULT, ROW]), out=out)
+    tune(out=out, keep=True)
+    timed, kept = capsys.readouterr().out.splitlines()
+    assert timed.endswith("1 cells as timed, the others by rule, not timed")
+    assert kept.endswith("0 cells as timed, the others as they were")
 
 
 WITHOUT_GPU = [
