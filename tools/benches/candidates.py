@@ -163,3 +163,37 @@ def short(leaves: int, m: int) -> list[Kernel]:
         found += [_k("tree", 64, 16, 256, 4, 4, held=3), _k("tree", 128, 128, 64, 8, 4, held=2)]
         found += [_k("tree", 16, 64, 256, 4, 4, swap=True, held=3), _k("tree", 32, 64, 256, 4, 3, swap=True, held=3)]
     return found + (chains(m) if leaves == 1 else leaf_grids(m) + trees(m))
+
+
+def pipelined(m: int) -> list[Kernel]:
+    """One wave of small tiles, fed by a warp that only loads, for 64 to 256 rows; deep pipelines for fewer."""
+    if m <= 16:
+        # few outputs of a long chain: the latency of its matrix steps, and loads far ahead
+        narrow = [(16, 256, 2, 6), (16, 128, 2, 12), (16, 256, 1, 6), (16, 512, 1, 3), (32, 256, 4, 5), (32, 128, 2, 8)]
+        swapped = [(64, 128, 4, 10), (64, 64, 4, 16), (64, 256, 4, 5)]
+        return [_k("tma", 16, *spec) for spec in narrow] + [_k("tma", 16, *spec, swap=True) for spec in swapped]
+    if m <= 64:
+        return [
+            _k("hopper", 64, 32, 128, 4, 8),
+            _k("hopper", 64, 32, 64, 4, 16),
+            _k("hopper", 64, 32, 64, 4, 8, per_sm=2),
+            _k("hopper", 64, 64, 128, 4, 6, parts=2),
+            _k("hopper", 64, 64, 64, 4, 12, parts=2),
+            _k("hopper", 64, 128, 64, 8, 8, parts=4),
+        ]
+    if m <= 128:
+        return [
+            _k("hopper", 64, 64, 128, 4, 6),
+            _k("hopper", 64, 64, 64, 4, 12),
+            _k("hopper", 128, 32, 64, 4, 10),
+            _k("hopper", 128, 64, 64, 8, 8, parts=2),
+            _k("hopper", 64, 128, 64, 8, 8, parts=2),
+        ]
+    return [
+        _k("hopper", 128, 64, 64, 8, 8),
+        _k("hopper", 128, 64, 64, 4, 8),
+        _k("hopper", 128, 64, 128, 8, 4),
+        _k("hopper", 64, 128, 64, 8, 8),
+        _k("hopper", 64, 128, 128, 8, 4),
+        _k("hopper", 128, 128, 64, 8, 6, parts=2),
+    ]

@@ -48,7 +48,7 @@ def launch(kernel, leaves, operation):
     if kernel.kind == "hopper":
         from rl_gemm import gluon_tree
 
-        target = gluon_tree.workspace(a, b, kernel.parts) if kernel.parts > 1 else out
+        target = gluon_tree.workspace(kernel, a, b) if kernel.parts > 1 else out
         gluon_tree.launch(kernel, a, b, None, target, leaves, 1, 132)
     elif kernel.kind == "tree" or leaves == 1:
         triton_gemm.launch(kernel, a, b, None, out, leaves, 1, 132)
@@ -110,22 +110,56 @@ def test_launches_that_do_not_fit_or_spill_are_seen():
     assert built[1].spilled > 10 * STACK["sm90"]
 
 
+HOPPER = [
+    plans.Kernel(kind="hopper", block_m=m, block_n=n, block_k=k, warps=w, stages=16)
+    for m, n, k, w in ((128, 128, 64, 8), (64, 32, 128, 4), (64, 64, 128, 4), (64, 128, 64, 8), (128, 64, 64, 4))
+]
+
+
 def test_the_hopper_ring_leaves_room_for_its_stash():
     """In every Triton: the sum of what the kernel allocates, for every leaf count, output and wish."""
-    source = plans.shipped("sm90")
-    tile, stage = 128 * 128, 2 * 64 * (128 + 128)
-    assert any(k.kind == "hopper" and k.stages == 6 for k in source.kernels.values())
     try:
         from rl_gemm import gluon_tree
     except ImportError:
         pytest.skip("this Triton has no Gluon of Hopper")
-    for wanted_stages in (3, 5, 6, 9):
+    for kernel in (*HOPPER, *(k for k in plans.shipped("sm90").kernels.values() if k.kind == "hopper")):
+        stage = 2 * kernel.block_k * (kernel.block_m + kernel.block_n)
         for leaves in (1, 2, 4, 8):
             for kind in (torch.bfloat16, torch.float32):
-                stages = gluon_tree.stages_that_fit(wanted_stages, leaves, kind)
-                stash = tile * (4 if leaves > 4 or kind == torch.float32 else 2)
-                assert 3 <= stages <= wanted_stages
-                assert stages * (stage + 16) + stash + 128 <= SHARED_LIMIT["sm90"], (wanted_stages, leaves, kind)
+                stages = gluon_tree.stages_that_fit(kernel, leaves, kind)
+                wide = leaves > 4 and kernel.block_m * kernel.block_n > 1024 * kernel.warps
+                stash = kernel.block_m * kernel.block_n * (4 if wide or kind == torch.float32 else 2)
+                assert 3 <= stages <= kernel.stages
+                assert stages * (stage + 16) + stash + 128 <= SHARED_LIMIT["sm90"], (kernel.name, leaves, kind)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the Gluon kernel runs under Triton 3.6")
+def test_hopper_launches_of_every_shape_fit_and_do_not_spill():
+    for kernel in HOPPER:
+        with no_gpu("sm90") as built:
+            launch(kernel, 8, "forward")
+        (one,) = built
+        assert one.shared <= SHARED_LIMIT["sm90"], (kernel.name, one.shared)
+        assert one.spilled == 0, (kernel.name, one.spilled)
+        assert "wgmma.mma_async" in one.text
+
+
+def test_clocks_are_read_for_a_profile_only():
+    from rl_gemm import triton_gemm
+
+    tma = plans.Kernel(kind="tma", block_m=64, block_n=64, block_k=64, warps=4, stages=4)
+    a, b = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(256, 4096, dtype=torch.bfloat16)
+    parts, out = torch.empty(2, 64, 256), torch.empty(64, 256, dtype=torch.bfloat16)
+    for stamps in (None, torch.empty(132, 16, dtype=torch.int64)):
+        with no_gpu("sm90") as built:
+            triton_gemm.launch(tma, a, b, None, parts, 2, 1, 132, stamps)
+            triton_gemm.merge(parts, None, out, early=True, stamps=stamps)
+            if triton.__version__.startswith("3.6."):
+                from rl_gemm import gluon_tree
+
+                gluon_tree.launch(HOPPER[1], a, b, None, out, 2, 1, 132, stamps)
+        for one in built:
+            assert ("globaltimer" in one.text) == (stamps is not None), one.name
 
 
 @pytest.mark.parametrize("arch", ARCHS)

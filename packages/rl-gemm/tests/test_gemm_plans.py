@@ -55,6 +55,26 @@ def test_a_forbidden_change_is_rejected_by_name(field):
             plans.Plans.from_dict(bad)
 
 
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"block_m": 256}, "64 or 128 rows"),
+        ({"block_n": 16}, "64 or 128 rows"),
+        ({"block_k": 32}, "depth 64 or 128"),
+        ({"warps": 2}, "4 or 8 warps"),
+        ({"swap": True}, "no swap"),
+        ({"block_n": 256, "block_m": 128}, "64 accumulators"),
+        ({"warps": 4}, "64 accumulators"),
+    ],
+    ids=str,
+)
+def test_a_hopper_kernel_of_another_shape_is_rejected(shape, words):
+    fields = {"kind": "hopper", "block_m": 128, "block_n": 128, "block_k": 64, "warps": 8, "stages": 4}
+    plans.Kernel(**fields)
+    with pytest.raises(ContractError, match=words):
+        plans.Kernel(**fields | shape)
+
+
 def test_malformed_files_are_rejected():
     def broken(change):
         bad = small()

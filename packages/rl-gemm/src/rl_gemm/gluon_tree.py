@@ -1,9 +1,9 @@
-"""Hopper kernel for tree(G) with many rows, contracts gemm.row and gemm.column (input gradient); CUDA sm90 only.
+"""Hopper kernel for tree(G), contracts gemm.row and gemm.column (input gradient); CUDA sm90 only.
 
 Order: as in ``triton_gemm``: each leaf a chain from +0 with k ascending in steps of 16; leaves joined by the balanced
 binary tree in fp32, lower k on the left; bias added to the root in fp32, one rounding. What differs is where finished
-sub-trees wait: the two lowest levels in registers, the others in shared memory, so that a join costs neither a spill
-nor a trip to the L2. With PARTS > 1 a program takes one of PARTS aligned sub-trees and leaves its fp32 root in a
+sub-trees wait: the two lowest levels in registers, a third there or in shared memory, so that a join costs neither a
+spill nor a trip to the L2. With PARTS > 1 a program takes one of PARTS aligned sub-trees and leaves its fp32 root in a
 workspace; the upper levels of the same tree join them afterwards.
 """
 
@@ -23,8 +23,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_gemm.plans import Kernel
 
-BLOCK_M, BLOCK_N, BLOCK_K, WARPS = 128, 128, 64, 8
 SHARED_BYTES = 232448  # what a block may have on sm90
+STAMPS: gl.constexpr = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def deep(block_m, block_n, warps, leaves):
+    """Whether the third level of finished sub-trees waits in shared memory: there is one, and registers are short."""
+    return leaves > 4 and block_m * block_n > 32 * 32 * warps
 
 
 @gluon.jit
@@ -43,6 +49,22 @@ def _k_of(leaf, within, leaf_k, K, FUSED: gl.constexpr):
         return leaf * leaf_k + within
     half = leaf_k // 2
     return gl.where(within < half, leaf * half + within, K // 2 + leaf * half + (within - half))
+
+
+@gluon.jit
+def _now():
+    """Nanoseconds since some start, the same on every multiprocessor; ticks coarsely."""
+    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _cycles():
+    return gl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _processor():
+    return gl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -86,26 +108,41 @@ def _load_tiles(
 
 @gluon.jit
 def _multiply_tiles(
-    a_ring, b_ring, full, empty, stash, out_desc, bias, M, N, K,
+    a_ring, b_ring, full, empty, stash, out_desc, bias, stamps, M, N, K,
     GROUP_M: gl.constexpr, LEAVES: gl.constexpr, PARTS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
     HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    WARPS_M: gl.constexpr = WARPS if 16 * WARPS <= BLOCK_M else BLOCK_M // 16
+    WARPS_N: gl.constexpr = WARPS // WARPS_M
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS_M, WARPS_N], [16, BLOCK_N // WARPS_N, 16])
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     leaf_steps = K // LEAVES // BLOCK_K
     tiles = tiles_m * tiles_n
     mine: gl.constexpr = LEAVES // PARTS
+    DEEP: gl.constexpr = deep(BLOCK_M, BLOCK_N, WARPS, mine)
     slot, phase, before, started = 0, 0, 0, False
+    if stamps is not None:
+        stamps += gl.program_id(0) * STAMPS
+        gl.store(stamps + 1, _now())
+        blocked = gl.to_tensor(0).to(gl.int64)
+        began = _cycles()
     for unit in range(gl.program_id(0), tiles * PARTS, gl.num_programs(0)):
         held0 = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
         held1 = held0
+        held2 = held0
         root = held0
         for leaf in gl.static_range(mine):
             acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, acc_layout)
             for _step in range(leaf_steps):
+                if stamps is not None:
+                    blocked -= _cycles()
                 mbarrier.wait(full.index(slot), phase)
+                if stamps is not None:
+                    blocked += _cycles()
+                    if not started:
+                        gl.store(stamps + 2, _now())
                 if A_T:
                     a_tile = a_ring.index(slot).permute((1, 0))
                 else:
@@ -125,6 +162,8 @@ def _multiply_tiles(
                     slot = 0
                     phase = phase ^ 1
             node = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            if stamps is not None:
+                gl.store(stamps + 8 + leaf, _now())
             # a binary counter: its digits 0 and 1 are held in registers, digit 2 in shared memory
             if leaf % 2 == 0:
                 held0 = node
@@ -136,13 +175,20 @@ def _multiply_tiles(
                     else:
                         node = held1 + node
                         if mine > 4:
-                            if leaf % 8 == 3:
+                            if not DEEP:
+                                if leaf % 8 == 3:
+                                    held2 = node
+                                else:
+                                    node = held2 + node
+                            elif leaf % 8 == 3:
                                 # the last tile's output may still be on its way out of here
                                 tma.store_wait(pendings=0)
                                 stash.store(node)
                             else:
                                 node = stash.load(acc_layout) + node
             root = node
+        if stamps is not None:
+            gl.store(stamps + 3, _now())
         tile_m, tile_n = _tile_origin(unit % tiles, tiles_m, tiles_n, GROUP_M)
         # a workspace holds whole tiles, part after part
         tile_m += unit // tiles * tiles_m
@@ -156,22 +202,33 @@ def _multiply_tiles(
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [tile_m * BLOCK_M, tile_n * BLOCK_N], staged)
     tma.store_wait(pendings=0)
+    if stamps is not None:
+        gl.store(stamps + 4, _now())
+        gl.store(stamps + 5, blocked)
+        gl.store(stamps + 6, _cycles() - began)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def gemm_tree_kernel(
-    a_desc, b_desc, out_desc, bias, M, N, K,
+    a_desc, b_desc, out_desc, bias, stamps, M, N, K,
     GROUP_M: gl.constexpr, LEAVES: gl.constexpr, PARTS: gl.constexpr, FUSED: gl.constexpr, A_T: gl.constexpr,
     B_T: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent: one warp loads, WARPS warps multiply."""
+    """Persistent: one warp loads, WARPS warps multiply.
+
+    ``stamps``: None, or int64 [programs, STAMPS] for a profile: multiprocessor; nanoseconds at the start, at the first
+    loaded step, after the last sub-tree, at the end; cycles spent waiting for loads, and in all; from place 8 on,
+    nanoseconds after each leaf.
+    """
+    if stamps is not None:
+        gl.store(stamps + gl.program_id(0) * STAMPS, _processor().to(gl.int64))
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     stash_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    if LEAVES // PARTS > 4:
+    if deep(BLOCK_M, BLOCK_N, WARPS, LEAVES // PARTS):
         stash = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], stash_layout)
     else:
         stash = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
@@ -181,7 +238,7 @@ def gemm_tree_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply_tiles, (a_ring, b_ring, full, empty, stash, out_desc, bias, M, N, K,
+            (_multiply_tiles, (a_ring, b_ring, full, empty, stash, out_desc, bias, stamps, M, N, K,
                                GROUP_M, LEAVES, PARTS, A_T, B_T, HAS_BIAS, STAGES, BLOCK_M, BLOCK_N, BLOCK_K, WARPS)),
             (_load_tiles, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K,
                            GROUP_M, LEAVES, PARTS, FUSED, A_T, B_T, STAGES, BLOCK_M, BLOCK_N, BLOCK_K)),
@@ -191,44 +248,47 @@ def gemm_tree_kernel(
     )  # fmt: skip
 
 
-def _descriptor(x: Tensor, transposed: bool, block_row: int) -> TensorDescriptor:
-    shape = [BLOCK_K, block_row] if transposed else [block_row, BLOCK_K]
+def _descriptor(x: Tensor, transposed: bool, block_row: int, block_k: int) -> TensorDescriptor:
+    shape = [block_k, block_row] if transposed else [block_row, block_k]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
     return TensorDescriptor.from_tensor(x.t() if transposed else x, shape, layout)
 
 
-def _out_descriptor(out: Tensor) -> TensorDescriptor:
+def _out_descriptor(kernel: Kernel, out: Tensor) -> TensorDescriptor:
     kind = gl.float32 if out.dtype == torch.float32 else gl.bfloat16
-    shape = [BLOCK_M, BLOCK_N]
+    shape = [kernel.block_m, kernel.block_n]
     return TensorDescriptor.from_tensor(out, shape, gl.NVMMASharedLayout.get_default_for(shape, kind))
 
 
-def stages_that_fit(wanted: int, leaves: int, out_dtype: torch.dtype) -> int:
-    """``wanted`` stages of the ring, or as many as there is room for beside the stash of a part with ``leaves``."""
-    stash = BLOCK_M * BLOCK_N * (4 if leaves > 4 else out_dtype.itemsize)
+def stages_that_fit(kernel: Kernel, leaves: int, out_dtype: torch.dtype) -> int:
+    """The kernel's stages, or as many as there is room for beside the stash of a part with ``leaves``."""
+    in_stash = deep(kernel.block_m, kernel.block_n, kernel.warps, leaves)
+    stash = kernel.block_m * kernel.block_n * (4 if in_stash else out_dtype.itemsize)
     # two barriers a stage, and the compiler's own few bytes for the hand-over between warps
-    return min(wanted, (SHARED_BYTES - stash - 256) // (2 * BLOCK_K * (BLOCK_M + BLOCK_N)))
+    return min(kernel.stages, (SHARED_BYTES - stash - 256) // (2 * kernel.block_k * (kernel.block_m + kernel.block_n)))
 
 
-def workspace(a: Tensor, b: Tensor, parts: int) -> Tensor:
-    """fp32 [parts, M in whole tiles, N]: where ``launch`` leaves the roots of ``parts`` sub-trees."""
-    rows = triton.cdiv(a.shape[0], BLOCK_M) * BLOCK_M
-    return torch.empty((parts, rows, b.shape[0]), dtype=torch.float32, device=a.device)
+def workspace(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    """fp32 [parts, M in whole tiles, N]: where ``launch`` leaves the roots of ``kernel.parts`` sub-trees."""
+    rows = triton.cdiv(a.shape[0], kernel.block_m) * kernel.block_m
+    return torch.empty((kernel.parts, rows, b.shape[0]), dtype=torch.float32, device=a.device)
 
 
 def launch(kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int,
-           processors: int) -> None:  # fmt: skip
+           processors: int, stamps: Tensor | None = None) -> None:  # fmt: skip
     """a [M, K], b [N, K] -> out [M, N], or the ``workspace`` of ``kernel.parts`` sub-trees.
 
-    K is a multiple of 64 * leaves * fused; 1, 2, 4 or 8 leaves a part.
+    K is a multiple of block_k * leaves * fused; 1, 2, 4 or 8 leaves a part. ``stamps`` int64 [processors, STAMPS]
+    takes the times of a profile.
     """
-    stages = stages_that_fit(kernel.stages, leaves // kernel.parts, out.dtype)
+    stages = stages_that_fit(kernel, leaves // kernel.parts, out.dtype)
     (m, k), n = a.shape, b.shape[0]
-    units = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N) * kernel.parts
+    units = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n) * kernel.parts
     a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
-    gemm_tree_kernel[(min(processors, units),)](
-        _descriptor(a, a_t, BLOCK_M), _descriptor(b, b_t, BLOCK_N), _out_descriptor(out.view(-1, n)), bias, m, n, k,
+    gemm_tree_kernel[(min(processors * kernel.per_sm, units),)](
+        _descriptor(a, a_t, kernel.block_m, kernel.block_k), _descriptor(b, b_t, kernel.block_n, kernel.block_k),
+        _out_descriptor(kernel, out.view(-1, n)), bias, stamps, m, n, k,
         GROUP_M=kernel.group_m, LEAVES=leaves, PARTS=kernel.parts, FUSED=fused, A_T=a_t, B_T=b_t,
-        HAS_BIAS=bias is not None, STAGES=stages, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, WARPS=WARPS,
-        num_warps=WARPS,
+        HAS_BIAS=bias is not None, STAGES=stages, BLOCK_M=kernel.block_m, BLOCK_N=kernel.block_n,
+        BLOCK_K=kernel.block_k, WARPS=kernel.warps, num_warps=kernel.warps,
     )  # fmt: skip

@@ -271,23 +271,32 @@ def _fits(kernel: plans.Kernel, a: Tensor, b: Tensor, leaf_k: int, fused: int) -
 
 
 def _launch(
-    kernel: plans.Kernel, a: Tensor, b: Tensor, leaves: int, fused: int, bias: Tensor | None, out_dtype: torch.dtype
+    kernel: plans.Kernel,
+    a: Tensor,
+    b: Tensor,
+    leaves: int,
+    fused: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    stamps: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
+    """``stamps``: where a profile wants the times of the kernel and of the merge that may follow it."""
     (m, _), n, processors = a.shape, b.shape[0], _processors(a.device.index or 0)
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    first, second = stamps
     if kernel.kind == "hopper":
         gluon = _gluon()
         assert gluon is not None
         if kernel.parts == 1:
-            gluon.launch(kernel, a, b, bias, out, leaves, fused, processors)
+            gluon.launch(kernel, a, b, bias, out, leaves, fused, processors, first)
         else:
-            roots = gluon.workspace(a, b, kernel.parts)
-            gluon.launch(kernel, a, b, None, roots, leaves, fused, processors)
-            _triton().merge(roots, bias, out)
+            roots = gluon.workspace(kernel, a, b)
+            gluon.launch(kernel, a, b, None, roots, leaves, fused, processors, first)
+            _triton().merge(roots, bias, out, stamps=second)
     elif kernel.kind == "tree" or leaves == 1:
-        _triton().launch(kernel, a, b, bias, out, leaves, fused, processors)
+        _triton().launch(kernel, a, b, bias, out, leaves, fused, processors, first)
     else:
         parts = torch.empty((leaves, m, n), dtype=torch.float32, device=a.device)
-        _triton().launch(kernel, a, b, None, parts, leaves, fused, processors)
-        _triton().merge(parts, bias, out)
+        _triton().launch(kernel, a, b, None, parts, leaves, fused, processors, first)
+        _triton().merge(parts, bias, out, early=kernel.kind == "tma", stamps=second)
     return out

@@ -64,17 +64,20 @@ class Kernel:
             problems.append(f"held={self.held}, supported: 0 to 3 levels of finished sub-trees in registers")
         if self.parts > 1 and self.kind != "hopper":
             problems.append(f"parts={self.parts}, supported for kind=hopper only")
-        if self.kind == "hopper" and (self.block_m, self.block_n, self.block_k, self.warps, self.swap) != (
-            128,
-            128,
-            64,
-            8,
-            False,
-        ):
-            problems.append("kind=hopper has one shape: 128x128x64, 8 warps")
+        if self.kind == "hopper" and not problems:
+            problems += self._hopper_problems()
         problems += limit_problems(self)
         if problems:
             raise ContractError(f"plan kernel {self}: " + "; ".join(problems))
+
+    def _hopper_problems(self) -> list[str]:
+        shapes = (64, 128), (32, 64, 128, 256), (64, 128), (4, 8)
+        given = self.block_m, self.block_n, self.block_k, self.warps
+        if self.swap or any(value not in allowed for value, allowed in zip(given, shapes)):
+            return ["kind=hopper has 64 or 128 rows, 32 to 256 columns, depth 64 or 128, 4 or 8 warps, and no swap"]
+        if self.block_m * self.block_n > 64 * 32 * self.warps:
+            return ["kind=hopper keeps up to 64 accumulators a thread, so that two sub-trees wait beside them"]
+        return []
 
     @property
     def name(self) -> str:

@@ -15,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_gemm.plans import Kernel
 
+STAMPS: tl.constexpr = tl.constexpr(16)
+
 
 @triton.jit
 def _tile_origin(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
@@ -33,6 +35,29 @@ def _leaf_start(k, leaf, leaf_k, K, FUSED: tl.constexpr):
         return leaf * leaf_k + k
     half = leaf_k // 2
     return tl.where(k < half, leaf * half + k, K // 2 + leaf * half + (k - half))
+
+
+@triton.jit
+def _let_next_start():
+    """The next kernel on the stream, if launched for it, may take its place now; it waits for what this one writes."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def _wait_for_previous():
+    """Until the kernel before on the stream has ended and its writes are visible."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def _now():
+    """Nanoseconds since some start, the same on every multiprocessor; ticks coarsely."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, False, 1)
+
+
+@triton.jit
+def _processor():
+    return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -86,9 +111,21 @@ def gemm_leaf_kernel(
 
 @triton.jit(do_not_specialize=["stride_part"])
 def merge_kernel(
-    parts, bias, out, size, stride_part, N, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[i] = round(tree over g of parts[g, i] + bias): the upper levels of tree(G) for parts held in a workspace."""
+    parts, bias, out, size, stride_part, N, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, stamps=None,
+):  # fmt: skip
+    """out[i] = round(tree over g of parts[g, i] + bias): the upper levels of tree(G) for parts held in a workspace.
+
+    ``stamps``: None, or int64 [programs, STAMPS] for a profile: as in ``gluon_tree``, places 0, 1, 2 (may go on) and 4.
+    """
+    if stamps is not None:
+        stamps += tl.program_id(0) * STAMPS
+        tl.store(stamps, _processor().to(tl.int64))
+        tl.store(stamps + 1, _now())
+    if EARLY:
+        _wait_for_previous()
+    if stamps is not None:
+        tl.store(stamps + 2, _now())
     part = stride_part.to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -104,6 +141,8 @@ def merge_kernel(
     if HAS_BIAS:
         root += tl.load(bias + at % N, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, root.to(out.dtype.element_ty), mask=mask)
+    if stamps is not None:
+        tl.store(stamps + 4, _now())
 
 
 @triton.jit
@@ -121,7 +160,8 @@ def gemm_tma_kernel(
     a_desc, b_desc, bias, out, scratch, M, N, K, stride_out_leaf, stride_om,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     LEAVES: tl.constexpr, LEAF_GRID: tl.constexpr, FUSED: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
-    SWAP: tl.constexpr, HAS_BIAS: tl.constexpr, HELD: tl.constexpr, SLICES: tl.constexpr,
+    SWAP: tl.constexpr, HAS_BIAS: tl.constexpr, HELD: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
+    stamps=None,
 ):  # fmt: skip
     """Persistent programs over units of one (tile, leaf), operands through the tensor copy engine.
 
@@ -129,7 +169,15 @@ def gemm_tma_kernel(
     a program takes all leaves of a tile in turn and joins them as a binary counter carries: finished sub-trees of the
     lowest HELD levels wait in registers, those above in ``scratch[program, level, BLOCK_M, BLOCK_N]``, which stays in
     the L2.
+
+    ``stamps``: None, or int64 [programs, STAMPS] for a profile, as in ``gluon_tree``; place 2: the second step.
     """
+    if stamps is not None:
+        stamps += tl.program_id(0) * STAMPS
+        tl.store(stamps, _processor().to(tl.int64))
+        tl.store(stamps + 1, _now())
+    if LEAF_GRID and EARLY:
+        _let_next_start()
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -161,7 +209,10 @@ def gemm_tma_kernel(
         held1 = tl.zeros_like(acc)
     if LEVELS > 2 and HELD > 2:
         held2 = tl.zeros_like(acc)
-    for _ in tl.range(0, count * leaf_steps):
+    for i in tl.range(0, count * leaf_steps):
+        if stamps is not None:
+            if i == 1:
+                tl.store(stamps + 2, _now())
         step = tl.where(step == leaf_steps - 1, 0, step + 1)
         if step == 0:
             unit += 1
@@ -187,6 +238,9 @@ def gemm_tma_kernel(
         else:
             acc = tl.dot(a_tile, b_tile, acc)
         if step == leaf_steps - 1:
+            if stamps is not None:
+                tl.store(stamps + 3, _now())
+                tl.store(stamps + 8 + unit % 8, _now())
             done = leaf + 1
             to = out
             if not TREE:
@@ -228,6 +282,8 @@ def gemm_tma_kernel(
                     1, 0, BLOCK_M, BLOCK_N, BLOCK_N, SLICES, HAS_BIAS,
                 )  # fmt: skip
             acc = tl.zeros_like(acc)
+    if stamps is not None:
+        tl.store(stamps + 4, _now())
 
 
 @triton.jit
@@ -279,15 +335,24 @@ def _store(
     tl.store(ptrs, acc.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
+def can_start_early() -> bool:
+    """Whether a kernel may be launched while the one before it on the stream still runs, and wait for it in place."""
+    return torch.version.hip is None and not triton.knobs.runtime.interpret
+
+
 def pinned(hip: bool) -> dict[str, int]:
     """Compiler options that would permute or regroup K on CDNA: fixed here, and no field of a plan."""
     return {"kpack": 1, "matrix_instr_nonkdim": 16} if hip else {}
 
 
 def launch(
-    kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int, processors: int
-) -> None:
-    """Run ``kernel`` on a [M, K] and b [N, K]. ``out`` is [M, N], or fp32 [leaves, M, N] for partial sums."""
+    kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int, processors: int,
+    stamps: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run ``kernel`` on a [M, K] and b [N, K]. ``out`` is [M, N], or fp32 [leaves, M, N] for partial sums.
+
+    ``stamps`` int64 [programs, STAMPS] takes the times of a profile; kernels of kind ``leaf`` note none.
+    """
     (m, k), n = a.shape, b.shape[0]
     leaf_grid = out.dim() == 3
     tiles = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n)
@@ -319,7 +384,8 @@ def launch(
         _descriptor(a, a_t, kernel.block_m, kernel.block_k), _descriptor(b, b_t, kernel.block_n, kernel.block_k),
         bias, out, scratch, m, n, k, stride_leaf, out.stride(-2),
         **blocks, LEAVES=leaves, LEAF_GRID=leaf_grid, FUSED=fused, A_T=a_t, B_T=b_t, SWAP=kernel.swap,
-        HAS_BIAS=bias is not None, HELD=kernel.held, SLICES=kernel.slices, **options,
+        HAS_BIAS=bias is not None, HELD=kernel.held, SLICES=kernel.slices, EARLY=can_start_early(), stamps=stamps,
+        **options,
     )  # fmt: skip
 
 
@@ -329,10 +395,16 @@ def _descriptor(x: Tensor, transposed: bool, block_row: int, block_k: int) -> Te
     return TensorDescriptor.from_tensor(x, [block_row, block_k])
 
 
-def merge(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Join fp32 parts [leaves, M or more, N] by the balanced tree into ``out`` [M, N]."""
+def merge(parts: Tensor, bias: Tensor | None, out: Tensor, early: bool = False, stamps: Tensor | None = None) -> None:
+    """Join fp32 parts [leaves, M or more, N] by the balanced tree into ``out`` [M, N].
+
+    ``early``: the kernel before on the stream is one of ``launch`` that wrote these parts; where the GPU can, programs
+    of the merge take their places while it runs and wait there. ``stamps``: as for ``launch``.
+    """
     size, block = out.numel(), 1024
+    early = early and can_start_early()
+    options = {"launch_pdl": True} if early else {}
     merge_kernel[(triton.cdiv(size, block),)](
         parts, bias, out, size, parts.stride(0), out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None,
-        BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        BLOCK=block, EARLY=early, stamps=stamps, num_warps=4, enable_fp_fusion=False, **options,
     )  # fmt: skip
