@@ -160,6 +160,7 @@ def draw_timeline(axis: Any, found: dict[str, Any]) -> None:
     for sm, start, goes, end in found.get("merge", ()):
         axis.plot([start, goes], [sm + 0.5] * 2, color="tab:olive", linewidth=0.4)
         axis.plot([goes, end], [sm + 0.5] * 2, color="tab:green", linewidth=0.8)
+    axis.set_ylim(-2, max(132, *(program[0] + 2 for program in found["timeline"])))
     axis.set_ylabel("multiprocessor", fontsize=7)
     axis.set_xlabel(
         "us; gray: first load, blue: steps, red: join and store, olive, green: merge waits, runs", fontsize=6
