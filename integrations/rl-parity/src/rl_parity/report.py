@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Profile
-from rl_parity import contracts, report_run, verify
+from rl_parity import contracts, landed, report_run, verify
 from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, is_equal
 from rl_parity.svg import Series, bars, lines, number
 
@@ -39,7 +39,7 @@ def write_report(run: RunDirectory, *, model: bool = True) -> Path:
     path = run.root / REPORT
     summary = verify.totals(run, model=model)
     page = _page(run, summary)
-    if line := _unproven(summary):
+    for line in filter(None, (_unproven(summary), landed.sentence(summary["not_here"]))):
         print(f"rl-parity: {line}", file=sys.stderr)
     try:
         path.write_text(page, encoding="utf-8")
@@ -122,6 +122,8 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
     elif strict["bitwise_equal"]:
         good = True
         title = f"Equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
+        if summary["not_here"].get("strict"):
+            title += ", as the records say"
         lead = "vLLM's log-probability of every valid token has the bits of Megatron's, and of the training forward's."
     else:
         title = (
@@ -140,8 +142,8 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
         f"{c['model']}{device} · train tp={c['train']['tp']}, cp={c['train']['cp']} · rollout tp={c['rollout']['tp']}, "
         f"engines={c['rollout']['engines']} · seed {c['seed']} · {manifest.get('started', '')}"
     )
-    line = _unproven(summary)
-    unproven = f'<p class="note"><b>{escape(line)}</b></p>' if line else ""
+    doubts = filter(None, (_unproven(summary), landed.sentence(summary["not_here"])))
+    unproven = "".join(f'<p class="note"><b>{escape(line)}</b></p>' for line in doubts)
     plant = f'<p class="note"><b>Planted on purpose: {escape(str(c["plant"]))}</b></p>' if c.get("plant") else ""
     return (
         f'<section class="verdict {"good" if good else "bad"}"><p class="eyebrow">{escape(eyebrow)}</p>'

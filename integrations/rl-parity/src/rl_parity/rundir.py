@@ -147,9 +147,10 @@ class StepSamples:
         return f"sample {flat}"
 
 
-def record_digests(record: Mapping[str, Any], samples: StepSamples) -> dict[str, str]:
-    """What the ledger keeps of a step: sha256 of its record as ``steps.jsonl`` has it, and of its samples."""
-    return {"record": hashlib.sha256(json.dumps(record).encode()).hexdigest(), "samples": samples.digest()}
+def record_digests(record: Mapping[str, Any], samples: StepSamples | None) -> dict[str, str]:
+    """What the ledger keeps of a step: sha256 of its record as ``steps.jsonl`` has it, and of its samples if given."""
+    found = {"record": hashlib.sha256(json.dumps(record).encode()).hexdigest()}
+    return found if samples is None else found | {"samples": samples.digest()}
 
 
 class RunDirectory:

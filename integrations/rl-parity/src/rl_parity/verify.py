@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rl_contract import ContractError
 from rl_parity import checkpoint
 from rl_parity.checks import compare_logprobs
 from rl_parity.jsonfile import REPAIR, read_list, read_object, read_text, require
+from rl_parity.landed import left_out
 from rl_parity.manifest import WEIGHTS, check_manifest, read_config, weight_algorithm
 from rl_parity.models import hf_config, spec_of
 from rl_parity.rewards import Rewards
@@ -50,7 +51,8 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     """The summary as records and samples have it, which the stored one must agree with.
 
     ``unproven`` lists, by arm, the trained steps of whose record and samples the ledger has no digest: an older run's
-    loss, reward and other figures may be altered without any file contradicting them.
+    loss, reward and other figures may be altered without any file contradicting them. ``not_here`` lists the steps
+    whose samples were left out on purpose (``rl_parity.landed``): their records alone are held against the ledger.
 
     Raises:
         ContractError: a file is missing or damaged, or two of them contradict each other; it is named.
@@ -61,13 +63,18 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     stored = run.summary()["arms"] if (run.root / SUMMARY).is_file() else {}
     out: dict[str, Any] = {}
     unproven: dict[str, list[int]] = {}
+    not_here: dict[str, list[int]] = {}
+    listed = left_out(run.root, manifest["run_id"])
     for arm in _asked(manifest):
         records = _records(run, arm, manifest)
         if not records:
             continue
-        samples(run, arm, records)
+        absent = {r["step"] for r in records} & listed.get(arm, frozenset()) - set(run.sample_steps(arm))
+        if absent:
+            not_here[arm] = sorted(absent)
+        samples(run, arm, [r for r in records if r["step"] not in absent])
         text = read_text(run.root / arm / "ledger.jsonl")
-        if steps := ledger(run, arm, manifest, text, records, deep=True):
+        if steps := ledger(run, arm, manifest, text, records, deep=True, absent=absent):
             unproven[arm] = steps
         told = stored.get(arm, {})
         found = _guarded(run.root / arm / "steps.jsonl", records, told)
@@ -79,7 +86,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
                         f"samples say {found[key]}; {REPAIR}"
                     )
         out[arm] = {**told, **found}
-    return {"arms": out, "unproven": unproven}
+    return {"arms": out, "unproven": unproven, "not_here": not_here}
 
 
 def _guarded(path: Path, records: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +161,7 @@ def ledger(
     text: str,
     records: Sequence[Mapping[str, Any]],
     deep: bool = False,
+    absent: Collection[int] = (),
 ) -> list[int]:
     """Replay ``text`` of the arm's ledger; returns the trained steps that ``deep`` found no digests of.
 
@@ -161,6 +169,7 @@ def ledger(
         records: steps that it must hold, those of them that were trained.
         deep: also compare the digests of weights with the records, of tokens with the samples, and those of
             both as they were written.
+        absent: steps whose samples are not there; the ledger must have the digests of their records.
 
     Raises:
         ContractError: it is of another run, breaks a rule, or lacks a step, or the digests of one although the run
@@ -181,6 +190,11 @@ def ledger(
     unproven: list[int] = []
     if not deep:
         return unproven
+    if bare := sorted(set(absent) - held.recorded.keys()):
+        raise ContractError(
+            f"{path} has no digests of step {bare[0]}, whose samples were left out: nothing bears its record out; "
+            "give a directory with these samples"
+        )
     published = {version.step: version.digest for version in held.versions.values()}
     for record in trained:
         step, digest = record["step"], record.get("weight_digest")
@@ -189,12 +203,13 @@ def ledger(
                 f"{path} has weights {str(published.get(step))[:12]} at step {step}, the record in "
                 f"{path.with_name('steps.jsonl')} {str(digest)[:12]}; {REPAIR}"
             )
-        _tokens(path, held, step, run.samples_path(arm, step))
+        where = run.samples_path(arm, step)
+        if step not in absent:
+            _tokens(path, held, step, where)
         if step in held.recorded:
-            where = run.samples_path(arm, step)
-            found = record_digests(record, StepSamples.load(where))
+            found = record_digests(record, None if step in absent else StepSamples.load(where))
             for name, file in (("record", path.with_name("steps.jsonl")), ("samples", where)):
-                if held.recorded[step].get(name) != found[name]:
+                if name in found and held.recorded[step].get(name) != found[name]:
                     raise ContractError(f"{file} has another {name} of step {step} than {path} says; {REPAIR}")
         else:
             kept = WEIGHTS in manifest or (held.recorded and min(held.recorded) < step)
