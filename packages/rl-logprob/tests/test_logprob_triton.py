@@ -345,19 +345,40 @@ def body_draw():
         assert torch.equal(mine.ranks, got.ranks)
         assert (mine.logprobs - got.logprobs).abs().max() < 2e-6
         assert int(count) == 0
-    logits = torch.randn(6, 300)
+    # rows 0 to 2 are bad by their logits, those from 6 on by their temperature or their kind; on both devices
+    temps = [0.0, -0.0, -1.0, -torch.inf, torch.inf, torch.nan]
+    odd = [7, -2, 2, 2**40, -(2**40), 2**32]
+    kinds = torch.tensor([0, 1, 0, 1, 0, -1] + [0] * 6 + [1] * 6 + odd + [-1])
+    temp = torch.tensor([1.0, 1.0, 0.7, 1.0, 0.5, 1.0, *temps, *temps, *[1.0] * 6, torch.nan])
+    rows = len(kinds)
+    logits = torch.randn(rows, 300)
     logits[0, 299], logits[1, 3] = torch.nan, torch.inf
     logits[2] = logits[5] = -torch.inf
-    kinds = torch.tensor([0, 1, 0, 1, 0, -1])
-    temp = torch.tensor([1.0, 1.0, 0.7, 1.0, -1.0, 1.0])
-    bad, out = torch.tensor([0]), torch.full((3, 6), -7)
-    triton_draw.draw(logits, torch.arange(6), torch.arange(6), temp, kinds, 300, bad, out)
-    got = draw.unpack(out, 6)
-    assert int(bad) == 4
-    assert got.ids[[0, 1, 2, 4, 5]].tolist() == [0] * 5
-    assert torch.isnan(got.logprobs[:5]).tolist() == [True, True, True, False, True]
-    assert int(got.ids[3]) == int(logits[3].argmax())
-    assert int(got.ranks[3]) == 1
+    for name in ("gpu", "cpu"):
+        bad, out = torch.tensor([0]), torch.full((3, rows), -7)
+        given = (logits, torch.arange(rows), torch.arange(rows), temp, kinds)
+        if name == "gpu":
+            triton_draw.draw(*given, 300, bad, out)
+        else:
+            draw.draw_scored(*given, vocab_size=300, bad=bad, out=out)
+        got = draw.unpack(out, rows)
+        wrong = [0, 1, 2, *range(6, rows - 1)]
+        assert int(bad) == len(wrong) == 21
+        assert got.ids[wrong].tolist() == [0] * 21
+        assert torch.isnan(got.logprobs[wrong]).all()
+        assert not torch.isnan(got.logprobs[3:5]).any()
+        assert int(got.ids[3]) == int(logits[3].argmax())
+        assert int(got.ranks[3]) == 1
+        # a greedy row at another temperature: the largest quotient, so that two that round to one are a tie
+        warm = torch.full((1, 300), 1.0)
+        warm[0, 7], warm[0, 5] = 1.0 + 2**-23, 1.0
+        given = (warm, *[torch.zeros(1, dtype=torch.int64)] * 2, torch.tensor([3.0]), torch.tensor([1]))
+        out = torch.full((3, 1), -7)
+        if name == "gpu":
+            triton_draw.draw(*given, 300, bad, out)
+        else:
+            draw.draw_scored(*given, vocab_size=300, bad=bad, out=out)
+        assert int(draw.unpack(out, 1).ids[0]) == int((warm[0] / 3.0).argmax())
 
 
 def body_launch():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_contract import ContractError
 from rl_logprob import gpu, ops
-from rl_logprob.checks import check_logits, check_vocab
+from rl_logprob.checks import check_logits, check_tensor, check_vocab
 from rl_logprob.sampling import sample_op
 
 DRAWN, GREEDY, PADDING = 0, 1, -1
@@ -42,15 +42,16 @@ def draw_scored(
     Args:
         logits: fp32 [T, at least vocab_size]; columns from ``vocab_size`` on take no part.
         seeds, positions: int64 [T], as for ``gumbel_sample``.
-        temperature: fp32 [T], positive; 1 for a greedy row. Any other makes its row bad.
-        kinds: int64 [T]: ``DRAWN``, ``GREEDY``, or ``PADDING`` for a row whose results mean nothing.
+        temperature: fp32 [T], positive and finite; 1 for a greedy row. Any other makes its row bad.
+        kinds: int64 [T]: ``DRAWN``, ``GREEDY``, or ``PADDING`` for a row whose results mean nothing. Any other makes
+            its row bad.
         vocab_tile: ids per tile; belongs to the contract.
-        bad: int64 [1]; the number of rows with a NaN or +inf or nothing above -inf is added. Such a row gets id 0 and
-            a NaN.
-        out: int64 [3, T], contiguous, is filled; see ``unpack``.
+        bad: int64 [1]; the number of bad rows is added: those of the above, and those with a NaN or +inf or nothing
+            above -inf. Such a row gets id 0 and a NaN.
+        out: int64 [3, T], contiguous, is filled; see ``unpack``. It shares no memory with the others.
 
     Raises:
-        ContractError: types or shapes. MissingSupport: a device without kernels.
+        ContractError: types, shapes, devices or memory. MissingSupport: a device without kernels.
     """
     check_vocab(vocab_size, vocab_tile)
     check_logits(logits, vocab_size)
@@ -59,10 +60,17 @@ def draw_scored(
         ("seeds", seeds, torch.int64), ("positions", positions, torch.int64), ("kinds", kinds, torch.int64),
         ("temperature", temperature, torch.float32),
     ):  # fmt: skip
+        _check_here(name, x, logits)
         if x.shape != (rows,) or x.dtype != dtype or not x.is_contiguous():
             raise ContractError(f"{name} are {x.dtype} {tuple(x.shape)}; needs {dtype} [{rows}], contiguous")
-    if out.shape != (3, rows) or out.dtype != torch.int64 or not out.is_contiguous() or bad.dtype != torch.int64:
-        raise ContractError(f"out is {out.dtype} {tuple(out.shape)}, bad {bad.dtype}; needs int64 [3, {rows}] and [1]")
+    for name, x, shape in (("out", out, (3, rows)), ("bad", bad, (1,))):
+        _check_here(name, x, logits)
+        if x.shape != shape or x.dtype != torch.int64 or not x.is_contiguous():
+            raise ContractError(f"{name} is {x.dtype} {tuple(x.shape)}; needs int64 {list(shape)}, contiguous")
+    _check_apart(
+        {"out": out, "bad": bad},
+        {"logits": logits, "seeds": seeds, "positions": positions, "temperature": temperature, "kinds": kinds},
+    )
     if not rows:
         return
     if logits.is_cuda:
@@ -73,8 +81,10 @@ def draw_scored(
         gpu.record("triton_draw.draw")
         return
     found = unpack(out, rows)
-    one = torch.ones(rows)
-    best = sample_op(logits, seeds, positions, one, vocab_size, True)
+    # a temperature of NaN makes a row bad, as it does on a GPU
+    usable = (temperature > 0) & (temperature < torch.inf) & (kinds >= PADDING) & (kinds <= GREEDY)
+    temperature = torch.where(usable, temperature, torch.nan)
+    best = sample_op(logits, seeds, positions, temperature, vocab_size, True)
     chosen = torch.where(kinds == DRAWN, sample_op(logits, seeds, positions, temperature, vocab_size, False), best)
     bad += ((chosen < 0) & (kinds != PADDING)).sum()
     found.ids.copy_(chosen.clamp_(min=0))
@@ -82,3 +92,24 @@ def draw_scored(
     state = ops.merge_tiles(*ops.tile_stats(logits.contiguous(), temperature, 0, vocab_size, vocab_tile, False))
     found.logprobs.copy_(ops.selected(own[:, 0] / temperature, state))
     found.ranks.copy_((logits[:, :vocab_size] >= own).sum(1))
+
+
+def _check_here(name: str, x: Tensor, logits: Tensor) -> None:
+    check_tensor(name, x)
+    if x.device != logits.device:
+        raise ContractError(f"{name} is on {x.device}, logits on {logits.device}; move it there")
+
+
+def _check_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Raise if what is written shares memory with anything else."""
+    spans = [(name, *_span(x)) for name, x in (*written.items(), *read.items()) if x.numel()]
+    for i, (name, first, end) in enumerate(spans[: len(written)]):
+        for other, start, stop in spans[i + 1 :]:
+            if first < stop and start < end:
+                raise ContractError(f"{name} shares memory with {other}; give it memory of its own")
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element and past its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

@@ -22,9 +22,10 @@ _PROGRAMS = 1024
 
 
 @triton.jit
-def _temperature_of(temperature, row):
+def _temperature_of(temperature, row, kind):
+    """NaN, which makes a row bad, for what is no temperature and for a kind that there is not."""
     t = tl.load(temperature + row)
-    return tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    return tl.where((t > 0.0) & (t < float("inf")) & (kind >= -1) & (kind <= 1), t, float("nan"))
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def draw_kernel(
     row = tl.program_id(1)
     start = tl.program_id(0) * per_program
     kind = tl.load(kinds + row)
-    temp = _temperature_of(temperature, row)
+    temp = _temperature_of(temperature, row, kind)
     seed = tl.load(seeds + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     key = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
@@ -47,7 +48,7 @@ def draw_kernel(
     choice = tl.full((), 0x7FFFFFFF, tl.int32)
     # a NaN or +inf shows in a tile's maximum
     bad = tl.zeros((TILES,), tl.int32)
-    end = tl.where(kind < 0, start, tl.minimum(start + per_program, V))
+    end = tl.where(kind == -1, start, tl.minimum(start + per_program, V))
     for begin in range(start, end, TILES * 128):
         tile = begin // 128 + tl.arange(0, TILES)
         ids = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -92,9 +93,9 @@ def score_kernel(
     best = tl.max(value, 0)
     choice = tl.min(tl.where(value == best, found, 0x7FFFFFFF), 0)
     good = (choice >= 0) & (best > float("-inf"))
-    tl.atomic_add(bad, 1, mask=(kind >= 0) & (good == 0))
-    choice = tl.where(good & (kind >= 0), choice, 0)
-    x = tl.div_rn(tl.load(logits + row.to(tl.int64) * stride + choice), _temperature_of(temperature, row))
+    tl.atomic_add(bad, 1, mask=(kind != -1) & (good == 0))
+    choice = tl.where(good & (kind != -1), choice, 0)
+    x = tl.div_rn(tl.load(logits + row.to(tl.int64) * stride + choice), _temperature_of(temperature, row, kind))
     rows = row + tl.zeros((1,), tl.int32)
     mask = rows >= 0
     tiles = tl.cdiv(V, 128)
@@ -115,7 +116,7 @@ def rank_kernel(logits, kinds, out, V, per_program, stride, BLOCK: tl.constexpr)
     first = logits + row.to(tl.int64) * stride
     own = tl.load(first + tl.load(out + row))
     count = tl.zeros((BLOCK,), tl.int32)
-    end = tl.where(tl.load(kinds + row) < 0, start, tl.minimum(start + per_program, V))
+    end = tl.where(tl.load(kinds + row) == -1, start, tl.minimum(start + per_program, V))
     for begin in range(start, end, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
         x = tl.load(first + ids, mask=ids < V, other=float("-inf"))

@@ -1,0 +1,108 @@
+"""One call that draws, scores and ranks, on the CPU: the bits of the single operators, and rows that mean nothing."""
+
+import pytest
+import torch
+
+import rl_logprob as lp
+from rl_contract import ContractError, MissingSupport
+from rl_logprob import draw
+
+V, ROWS = 700, 9
+
+
+def batch():
+    g = torch.Generator().manual_seed(3)
+    seeds = torch.randint(-(2**62), 2**62, (ROWS,), generator=g)
+    kinds = (torch.arange(ROWS) % 3 == 2).long()
+    temperature = torch.where(kinds == 1, 1.0, torch.rand(ROWS, generator=g) + 0.5)
+    logits = torch.randn(ROWS, V + 64, generator=g) * 3
+    logits[:, V:] = torch.nan
+    return [logits, seeds, torch.arange(ROWS), temperature, kinds]
+
+
+def call(given, **kw):
+    kw = {"bad": torch.zeros(1, dtype=torch.int64), "out": torch.full((3, ROWS), -7), "vocab_size": V, **kw}
+    draw.draw_scored(*given, **kw)
+    return draw.unpack(kw["out"], ROWS), int(kw["bad"])
+
+
+def test_bits_are_those_of_the_single_operators():
+    given = logits, seeds, positions, temperature, kinds = batch()
+    found, bad = call(given)
+    drawn = lp.gumbel_sample(logits, seeds, positions, vocab_size=V, temperature=temperature)
+    ids = torch.where(kinds == 1, lp.greedy_sample(logits, vocab_size=V), drawn)
+    logp = lp.selected_logprob(logits, ids, vocab_size=V, temperature=temperature)
+    assert bad == 0
+    assert torch.equal(found.ids, ids)
+    assert torch.equal(found.logprobs.view(torch.int32), logp.view(torch.int32))
+    assert torch.equal(found.ranks, (logits[:, :V] >= logits.gather(1, ids[:, None])).sum(1))
+
+
+@pytest.mark.parametrize("kind", [draw.DRAWN, draw.GREEDY])
+@pytest.mark.parametrize("temperature", [0.0, -0.7, -float("inf"), float("inf"), float("nan")])
+def test_a_row_without_a_temperature_is_bad_and_changes_no_other(kind, temperature):
+    given = batch()
+    whole, _ = call(given)
+    given[3][4], given[4][4] = temperature, kind
+    found, bad = call(given)
+    rest = torch.arange(ROWS) != 4
+    assert bad == 1
+    assert int(found.ids[4]) == 0
+    assert torch.isnan(found.logprobs).tolist() == (~rest).tolist()
+    for mine, theirs in zip(found, whole):
+        assert torch.equal(mine[rest], theirs[rest])
+    given[4][4] = draw.PADDING
+    assert call(given)[1] == 0
+
+
+@pytest.mark.parametrize("kind", [7, 2, -2, 2**32, -(2**40)])
+def test_a_row_of_no_kind_is_bad(kind):
+    given = batch()
+    given[4][0] = kind
+    found, bad = call(given)
+    assert (bad, int(found.ids[0])) == (1, 0)
+    assert torch.isnan(found.logprobs).tolist() == [True] + [False] * (ROWS - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"bad": torch.zeros(0, dtype=torch.int64)}, "bad is torch.int64 (0,)"),
+        ({"bad": torch.zeros(2, dtype=torch.int64)}, "bad is torch.int64 (2,)"),
+        ({"bad": torch.tensor(0)}, "bad is torch.int64 ()"),
+        ({"bad": [0]}, "bad is list"),
+        ({"out": torch.zeros(3, ROWS - 1, dtype=torch.int64)}, "out is torch.int64 (3, 8)"),
+        ({"out": None}, "out is NoneType"),
+        ({"seeds": [0] * ROWS}, "seeds is list"),
+        ({"kinds": torch.zeros(ROWS)}, "kinds are torch.float32"),
+        ({"kinds": torch.zeros(ROWS, dtype=torch.int64, device="meta")}, "supported: cpu, cuda"),
+    ],
+)
+def test_what_is_no_room_for_a_step_is_refused_and_nothing_is_written(change, named):
+    given = dict(zip(("logits", "seeds", "positions", "temperature", "kinds"), batch()))
+    kw = {"bad": torch.zeros(1, dtype=torch.int64), "out": torch.full((3, ROWS), -7)}
+    before = kw["out"]
+    with pytest.raises((ContractError, MissingSupport)) as error:
+        draw.draw_scored(**{**given, **kw, **change}, vocab_size=V)
+    assert named in str(error.value)
+    assert (before == -7).all()
+
+
+def test_results_share_no_memory_with_what_is_read():
+    logits, seeds, positions, temperature, kinds = batch()
+    arena = torch.zeros(8 * ROWS, dtype=torch.int64)
+    apart = [*arena[: 2 * ROWS].view(2, ROWS), temperature, arena[2 * ROWS : 3 * ROWS]]
+    bad, out = torch.zeros(1, dtype=torch.int64), arena[3 * ROWS : 6 * ROWS].view(3, ROWS)
+    draw.draw_scored(logits, *apart, vocab_size=V, bad=bad, out=out)
+    assert int(bad) == 0
+    for given, name in (
+        ([logits, out[1], positions, temperature, kinds], "seeds"),
+        ([logits, seeds, positions, temperature, arena[6 * ROWS - 1 : 7 * ROWS - 1]], "kinds"),
+        ([logits, seeds, positions, out[2].view(torch.float32)[:ROWS], kinds], "temperature"),
+    ):
+        with pytest.raises(ContractError, match=f"out shares memory with {name}"):
+            draw.draw_scored(*given, vocab_size=V, bad=bad, out=out)
+    with pytest.raises(ContractError, match="out shares memory with bad"):
+        draw.draw_scored(logits, seeds, positions, temperature, kinds, vocab_size=V, bad=out[0, :1], out=out)
+    with pytest.raises(ContractError, match="bad shares memory with positions"):
+        draw.draw_scored(logits, seeds, positions, temperature, kinds, vocab_size=V, bad=positions[3:4], out=out)
