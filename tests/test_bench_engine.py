@@ -146,10 +146,10 @@ class Engine:
     A request starts a step after the one before it.
     """
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, lag=2.0):
         from benches import engine_arms
 
-        self.now, self.seen, self.calls = 0.0, set(), []
+        self.now, self.seen, self.calls, self.lag = 0.0, set(), [], lag
         monkeypatch.setattr(engine_arms, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.llm_engine = self.output_processor = self
         self.output_processor.process_outputs = lambda outputs, timestamp: len(outputs)
@@ -165,7 +165,7 @@ class Engine:
             active = sum(i <= step < i + tokens for i in range(len(names)))
             self.now += 0.005 * active
             outputs = [SimpleNamespace(new_token_ids=[1])] * active
-            assert self.output_processor.process_outputs(outputs, 2 * self.now) == active
+            assert self.output_processor.process_outputs(outputs, self.lag * self.now) == active
 
 
 def test_decode_is_timed_where_all_requests_decode_and_prefill_of_unseen_prompts(arms, monkeypatch):
@@ -176,10 +176,14 @@ def test_decode_is_timed_where_all_requests_decode_and_prefill_of_unseen_prompts
 
     llm = Engine(monkeypatch)
     found = engine_arms.measure(llm, engine_arms.Steps(llm), 32, 4, 40, True)
-    assert found["step_ms"] == 20.0
-    assert found["core_step_ms"] == 40.0
-    assert found["decode"] == pytest.approx(200.0)
+    # the core is slower: what is read here faster was only queued
+    assert found["step_ms"] == found["core_step_ms"] == 40.0
+    assert found["decode"] == pytest.approx(100.0)
     assert found["prefill"] == pytest.approx(4 * 32 / 4.02)
     assert llm.calls == [(4, 1), (0, 4), *[(4, 1)] * 3, *[(0, 44)] * 4]
+    slow = Engine(monkeypatch, lag=0.5)
+    found = engine_arms.measure(slow, engine_arms.Steps(slow), 32, 4, 40, True)
+    assert (found["step_ms"], found["core_step_ms"]) == (20.0, 10.0)
+    assert found["decode"] == pytest.approx(200.0)
     with pytest.raises(engine_arms.TooFewSteps, match="only 2 of 14 steps gave all 13 requests a token"):
         engine_arms.measure(llm, engine_arms.Steps(llm), 32, 13, 10, True)

@@ -29,7 +29,8 @@ from command_line import count
 METHOD = (
     "Best round of a case (prefill: 3, or 1 where a prompt batch has over 300,000 tokens; decode: 4, or 2), vLLM's own "
     "engine process, engines of one GPU measured in turn, of several GPUs beside one another on equal shares of cores, "
-    "logprobs=0, decode timed between steps in which all requests get a token, their prompts in the prefix cache; "
+    "logprobs=0, decode timed between steps in which all requests get a token, their prompts in the prefix cache, at "
+    "the engine's core or where its outputs are read, whichever is slower; "
     "compiled, full and piecewise CUDA graphs of 1, 8, 64, 256 and 512 tokens unless the engine's name says eager"
 )
 ENGINES = ("strict", "native", "batch-invariant")
