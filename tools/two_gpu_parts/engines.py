@@ -108,7 +108,7 @@ def sample(asked: dict[str, Any]) -> None:
     options: dict[str, Any] = {
         "model": asked["model"], "tensor_parallel_size": asked["tp"], "skip_tokenizer_init": True,
         "max_model_len": min(CONTEXT, positions), "max_num_seqs": MANY, "max_num_batched_tokens": 2048,
-        "enforce_eager": asked["eager"],
+        "enforce_eager": asked["eager"] or not cuda,
     }  # fmt: skip
     if cuda:
         # engines that start at once would count one another's memory

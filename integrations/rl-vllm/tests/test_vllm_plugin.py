@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -159,6 +160,75 @@ def test_bad_input_argument_that_contradicts_strict_mode(profile, changes, named
     arguments = EngineArgs(**{**rl_vllm.engine_args(profile, model="m"), **changes})
     with pytest.raises(ContractError, match=named):
         apply_strict(arguments)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logprobs_mode": "raw_logprobs"},
+        {"generation_config": "auto"},
+        {"enforce_eager": False},
+        {"async_scheduling": True},
+        {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+    ],
+)
+def test_bad_input_a_default_of_vllm_that_was_given_is_no_default(profile, given):
+    (field,) = given
+    with pytest.raises(ContractError, match=f"{field}=.*strict mode needs"):
+        rl_vllm.engine_args(profile, model="m", **given)
+    with pytest.raises(ContractError, match=f"{field}=.*additional_config=3"):
+        rl_vllm.engine_args(profile, model="m", additional_config=3, **given)
+    assert rl_vllm.engine_args(profile, mode="off", **given) == given
+
+
+def test_arguments_that_leave_the_choice_to_strict_mode_are_taken(profile):
+    from rl_vllm import platform
+
+    wanted = {field: value for field, (value, _) in platform.current().fields.items()}
+    for given in (wanted, dict.fromkeys(wanted), {"worker_cls": "auto"}):
+        rl_vllm.engine_args(profile, model="m", **given)
+
+
+OPTIONS = [
+    ({"rl_fuse": False}, "'rl_fuse'"),
+    ({"rl_sampling_graph": True}, "'rl_sampling_graph'"),
+    ({"RL_FUSED": False}, "'RL_FUSED'"),
+    ({"rl-fused": False}, "'rl-fused'"),
+    ({" rl_fused": False}, "' rl_fused'"),
+    ({"rl_": 1}, "'rl_'"),
+    ({"rl_strict": "f"}, "rl_strict='f'"),
+    ({"rl_sampling_graphs": "False"}, "rl_sampling_graphs='False'"),
+    ({"rl_sampling_graphs": 0}, "rl_sampling_graphs=0"),
+    ({"rl_sampling_graphs": None}, "rl_sampling_graphs=None"),
+    ({"rl_fused": "no"}, "rl_fused='no'"),
+]
+
+
+@pytest.mark.parametrize(("given", "named"), OPTIONS)
+def test_bad_input_what_is_spelled_like_an_option_and_is_none_is_refused(profile, given, named):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rl_vllm.arguments import apply_strict
+
+    good = {"someone": 1, "rl_fused": True, "rl_sampling_graphs": False}
+    with pytest.raises(ContractError, match=re.escape(f"additional_config has {named}")):
+        rl_vllm.engine_args(profile, model="m", additional_config={**good, **given})
+    arguments = EngineArgs(**rl_vllm.engine_args(profile, model="m", additional_config=good))
+    apply_strict(arguments)
+    assert arguments.additional_config == {**good, "rl_strict": profile.fingerprint}
+    # arguments from which one engine was made may make another
+    apply_strict(arguments)
+    arguments.additional_config = {**good, **given}
+    with pytest.raises(ContractError, match=re.escape(f"additional_config has {named}")):
+        apply_strict(arguments)
+
+
+def test_bad_input_options_of_strict_mode_do_nothing_in_audit_mode_and_are_refused(profile):
+    with pytest.raises(ContractError, match="rl_fused is an option of strict mode"):
+        rl_vllm.engine_args(profile, mode="audit", model="m", additional_config={"rl_fused": False})
+    for given in ({"rl_fuse": False}, 3):
+        with pytest.raises(ContractError, match="audit engine arguments: additional_config"):
+            rl_vllm.engine_args(profile, mode="audit", model="m", additional_config=given)
 
 
 def test_serve_flag_carries_the_profile(profile, tmp_path):

@@ -52,7 +52,7 @@ def passes(**flags: bool) -> dict[str, Any]:
 def test_graph_strict_engine_has_no_compiled_graph_whatever_was_asked(checkpoint, profile):
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
 
-    for asked in ({}, {"enforce_eager": False}, {"optimization_level": 3}):
+    for asked in ({}, {"optimization_level": 3}):
         compilation = configured(profile, checkpoint, **asked).compilation_config
         assert compilation.mode == CompilationMode.NONE
         assert compilation.cudagraph_mode == CUDAGraphMode.NONE

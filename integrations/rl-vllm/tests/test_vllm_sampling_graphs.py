@@ -148,6 +148,15 @@ def test_sizes_are_those_of_the_models_graphs(changes, found):
     assert sizes_for(config) == found
 
 
+@pytest.mark.parametrize("value", ["False", "no", 0, 1, None])
+def test_bad_input_another_word_than_true_or_false_never_decides_about_graphs(value):
+    from rl_contract import ContractError
+    from rl_vllm.sampling_graphs import sizes_for
+
+    with pytest.raises(ContractError, match=r"rl_sampling_graphs=.*supported: True or False"):
+        sizes_for(SimpleNamespace(additional_config={"rl_sampling_graphs": value}))
+
+
 def test_runner_captures_after_its_own_graphs_and_tells_the_memory(profile, monkeypatch):
     from rl_vllm import sampling_graphs
 

@@ -25,7 +25,8 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
 
     Raises:
         ContractError: an unknown mode, a profile that is none or not what its settings make (``check_built``), a
-            tensor_parallel_size that is no positive integer, or an override that contradicts strict mode.
+            tensor_parallel_size that is no positive integer, overrides that contradict strict mode (vLLM's defaults
+            too, where they are given), or an ``additional_config`` with an rl_ key that is no option.
         MissingSupport: vLLM is not installed, lacks a hook or runs on an unknown platform.
     """
     if mode not in MODES:
@@ -39,8 +40,18 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
             f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} keeps vLLM from loading rl_vllm; add it there or unset it"
         )
     here = platform.current()
+    from rl_vllm import options
     from rl_vllm.config import carrier
     from rl_vllm.plugin import TRANSFER_BACKEND, register
+
+    more = overrides.get("additional_config")
+    problems = options.problems(more, profile.fingerprint)
+    if mode == "strict":
+        problems = _contradicted(here, overrides) + problems
+    elif isinstance(more, Mapping):
+        problems += [f"{key} is an option of strict mode; leave it out" for key in options.NAMES if key in more]
+    if problems:
+        raise ContractError(f"{mode} engine arguments: " + "; ".join(problems))
 
     register()
     args = dict(overrides)
@@ -64,6 +75,17 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
     processors = list(args.get("logits_processors") or [])
     args["logits_processors"] = processors + [p for p in here.logits_processors if p not in processors]
     return args
+
+
+def _contradicted(here: platform.Platform, overrides: Mapping[str, Any]) -> list[str]:
+    """Overrides other than what strict mode sets; None, and a worker class of ``auto``, leave the choice to it."""
+    found = []
+    for field, (value, _) in here.fields.items():
+        given = overrides.get(field)
+        left = given is None or (field == "worker_cls" and given == "auto")
+        if not left and getattr(given, "name", given) != value:
+            found.append(f"{field}={given!r}, strict mode needs {value!r}; leave it unset")
+    return found
 
 
 def serve_flags(profile: Profile, path: str | Path) -> list[str]:
@@ -132,15 +154,13 @@ def settle(arguments: Any) -> list[str]:
     arguments.hf_overrides = {**arguments.hf_overrides, **carrier(profile)}
     if arguments.dtype == "auto":
         arguments.dtype = profile.settings.dtype
-    from rl_vllm.fusing import asked
+    from rl_vllm import options
 
-    try:
-        asked(arguments.additional_config)
-    except ContractError as error:
-        problems.append(str(error))
+    if wrong := options.problems(arguments.additional_config, profile.fingerprint):
+        problems += wrong
         arguments.additional_config = {}
     # vLLM names its compiled graphs by its configuration, in which the profile takes no part by itself
-    arguments.additional_config = {**(arguments.additional_config or {}), "rl_strict": profile.fingerprint}
+    arguments.additional_config = {**(arguments.additional_config or {}), options.FINGERPRINT: profile.fingerprint}
     return problems
 
 

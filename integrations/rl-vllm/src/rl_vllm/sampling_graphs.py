@@ -22,8 +22,7 @@ from vllm.v1.sample.sampler import _SAMPLING_EPS
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from rl_logprob import draw
-
-KEY = "rl_sampling_graphs"
+from rl_vllm.options import SAMPLING_GRAPHS, asked
 
 
 def sizes_for(vllm_config: Any) -> list[int]:
@@ -31,11 +30,15 @@ def sizes_for(vllm_config: Any) -> list[int]:
 
     ``additional_config={"rl_sampling_graphs": True}`` or ``False`` decides; where nothing is said, none are captured
     where ranks gather the logits.
+
+    Raises:
+        ContractError: another value than these two.
     """
+    wanted = asked(vllm_config.additional_config, SAMPLING_GRAPHS)
     compilation = vllm_config.compilation_config
     if vllm_config.model_config.enforce_eager or not compilation.cudagraph_mode:
         return []
-    if not vllm_config.additional_config.get(KEY, vllm_config.parallel_config.tensor_parallel_size == 1):
+    if not (vllm_config.parallel_config.tensor_parallel_size == 1 if wanted is None else wanted):
         return []
     most = vllm_config.scheduler_config.max_num_seqs
     return sorted(size for size in compilation.cudagraph_capture_sizes or () if size <= most)
