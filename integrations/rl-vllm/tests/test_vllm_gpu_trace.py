@@ -64,11 +64,73 @@ def test_trace_counts_what_ran_inside_the_model():
         # a library kernel that no operator of ours was ever seen to launch
         ([graph_trace("gemm_kernel", "nvjet_tst_128x64")], "nvjet_tst_128x64"),
         ([{"traceEvents": [event(trace.MODEL, "user_annotation", 0, 100)]}], "proves nothing"),
+        # launched by another thread while the model's forward runs
+        ([eager_trace(event("l", "cuda_driver", 60, 1, 7, 2), event("void rms_norm_kernel<x>", "kernel", 300, 1, 7))],
+         "stock kernel void rms_norm_kernel"),
+        # a launch that the profiler dropped, or that a cut file has lost
+        ([eager_trace(event("cutlass_80_tensorop_gemm", "kernel", 300, 1, 7))],
+         "cutlass_80_tensorop_gemm ran 1 times without a record of its launch"),
+        ([eager_trace(event("cutlass_80_tensorop_gemm", "kernel", 300, 1))],
+         "cutlass_80_tensorop_gemm ran 1 times without a record of its launch"),
+        ([eager_trace(event("gemm_kernel", "kernel", 300, 1, 7))], "gemm_kernel ran 1 times without a record"),
+        ([], "no trace was given"),
+        ("trace.json", "give a list"),
+        (eager_trace(), "give a list"),
     ],
 )  # fmt: skip
 def test_trace_with_a_stock_kernel_inside_the_model_is_refused(traces, named):
     with pytest.raises(ContractError, match=named):
         trace.check(traces, ["gemm_kernel"])
+
+
+# as a profiler of PyTorch names them
+MOVES = """\
+Memcpy HtoD (Pageable -> Device)
+Memset (Device)
+memcpy32_post
+ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)
+void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2, true>(x)
+void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<2u>, x>
+void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<at::native::index_kernel_impl<x> > >(x)
+void at::native::index_elementwise_kernel<128, 4, at::native::index_copy_kernel_impl<at::native::OpaqueType<2> >(x) >
+void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<c10::BFloat16>, std::array<char*, 1ul> >(x)
+void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>
+void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(x)>>
+void (anonymous namespace)::elementwise_kernel_with_index<int, at::native::arange_cuda_out(c10::Scalar const&)::{x}>(x)
+triton_poi_fused_embedding_0""".splitlines()
+
+COMPUTES = """\
+my_arange_softmax_kernel
+softmax_memcpy32_post
+cutlass_FillFunctor_gemm
+void vllm::rms_norm_kernel<at::native::FillFunctor<float> >(x)
+void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, x>(x)
+void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<at::native::Binary<direct_copy_kernel_cuda(x)>>
+void at::native::index_elementwise_kernel<128, 4, at::native::index_add_kernel<x>>
+void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::direct_copy_kernel_cuda(x)>>
+ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+my_ncclDevKernel_AllGather_RING_LL
+triton_poi_fused_embedding_mul_0""".splitlines()
+
+
+@pytest.mark.parametrize("kernel", MOVES)
+def test_trace_kernels_that_move_bytes_alone_are_known(kernel):
+    assert trace.moves_bytes(kernel)
+
+
+@pytest.mark.parametrize("kernel", COMPUTES)
+def test_trace_a_word_inside_a_name_makes_no_kernel_a_move(kernel):
+    assert not trace.moves_bytes(kernel)
+
+
+@pytest.mark.parametrize(
+    "change", [{"tid": None}, {"dur": "a"}, {"dur": float("nan")}, {"ts": "1"}, {"name": 3}, {"args": [1]}]
+)
+def test_bad_input_an_event_without_what_it_is_read_for_is_named(change):
+    broken = {**event("rl_gemm::matmul", "cpu_op", 10, 10), **change}
+    with pytest.raises(ContractError, match="without name, time, thread or arguments"):
+        trace.check([eager_trace(broken)], ["gemm_kernel"])
 
 
 @pytest.mark.parametrize(
@@ -86,6 +148,8 @@ def test_trace_knows_the_kernels_of_every_package():
     names = trace.our_kernels()
     assert {"attn_fwd_kernel", "attn_segments_kernel", "rotary_kernel", "write_slots_kernel", "sample_kernel"} <= names
     assert not any("reference" in name for name in names)
+    # parts of kernels, which nobody launches
+    assert not names & {"_sum", "_mean", "fold", "below"}
 
 
 def test_recording_marks_the_forward_pass_and_our_operators(tmp_path):

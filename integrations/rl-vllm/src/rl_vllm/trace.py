@@ -1,12 +1,14 @@
 """Proof from a profiler's trace: which kernels ran inside the model, and that none of them is a stock one.
 
-Inside the model is what was launched while its forward ran, and every kernel of a CUDA graph, since vLLM captures the
-model alone. A kernel may run there if it was launched from inside one of our opaque operators, if it is one of our
-Triton kernels, or if it only moves bytes. A library's kernel in a graph, whose launch no operator encloses any more,
-must have been seen inside our operators in another trace of the same check: trace a step of an eager engine first.
+Inside the model is what was launched while its forward ran, by whatever thread, and every kernel of a CUDA graph, since
+vLLM captures the model alone. A kernel may run there if it was launched from inside one of our opaque operators, if it
+is one of our Triton kernels, or if it only moves bytes. A library's kernel in a graph, whose launch no operator
+encloses any more, must have been seen inside our operators in another trace of the same check: trace a step of an eager
+engine first.
 """
 
 import json
+import math
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -22,11 +24,20 @@ from rl_contract import ContractError
 MODEL = "rl_vllm.model"
 PACKAGES = ("rl_gemm", "rl_norm", "rl_attn", "rl_logprob", "rl_comm")
 _OURS = tuple(f"{package}::" for package in PACKAGES)
-_DEFINITION = re.compile(r"^@(?:triton|gluon)\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+)", re.MULTILINE)
-# kernels of PyTorch and the driver that move bytes and compute nothing
+# what is launched is called so; the other functions of Triton are parts of kernels
+_DEFINITION = re.compile(r"^@(?:triton|gluon)\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+_kernel)\(", re.MULTILINE)
+# kernels of PyTorch, NCCL and the driver that move bytes and compute nothing, by their whole names: what comes after an
+# opening bracket are a functor's types
+_AT = r"(?:at::native::)?(?:\(anonymous namespace\)::)?"
 _MOVES = re.compile(
-    r"[Mm]em(cpy|set)|direct_copy_kernel|CatArrayBatchedCopy|FillFunctor|index_elementwise_kernel.*index_(kernel|copy)"
-    r"|ncclDevKernel_(AllGather|Broadcast|SendRecv)|vectorized_gather_kernel|indexSelect(Small|Large)Index|gpu_index_kernel|arange"
+    r"Mem(?:cpy|set) .*|mem(?:cpy|set)(?:\d+\w*)?|ncclDevKernel_(?:AllGather|Broadcast|SendRecv)(?:_\w+)?(?:\(.*)?"
+    rf"|(?:void )?{_AT}(?:"
+    r"(?:CatArrayBatchedCopy\w*|vectorized_gather_kernel|indexSelect(?:Small|Large)Index)<.*"
+    r"|index_elementwise_kernel<[\d, ]*at::native::(?:gpu_index_kernel|index_(?:kernel|copy)\w*)<.*"
+    rf"|elementwise_kernel_with_index<[\w ]+, {_AT}arange_cuda_out\(.*"
+    r"|(?:legacy::)?(?:vectorized_|unrolled_)?elementwise_kernel<[\d, ]*"
+    rf"(?:at::native::gpu_kernel_impl(?:_nocast)?<)?{_AT}(?:FillFunctor<|direct_copy_kernel_cuda\().*)",
+    re.DOTALL,
 )
 # Inductor names a kernel by the operators in it
 _INDUCTOR = re.compile(r"^triton_poi_fused_(.+?)_?\d*$")
@@ -47,6 +58,7 @@ class Findings:
         library: of ``ours``, a vendor's kernels.
         moves: bytes moved outside our operators.
         stock: everything else; must be empty.
+        unexplained: kernels, inside or not, whose launch the trace does not hold; must be empty.
         steps, graphs: forward passes, and launches of graphs, that were traced.
     """
 
@@ -54,6 +66,7 @@ class Findings:
     library: set[str] = field(default_factory=set)
     moves: Counter[str] = field(default_factory=Counter)
     stock: Counter[str] = field(default_factory=Counter)
+    unexplained: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     graphs: int = 0
 
@@ -76,6 +89,9 @@ def recording(path: str, model: Any) -> Iterator[None]:
     hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
     try:
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        if gpu:
+            # kernels in flight would be in the trace without their launches
+            torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, *gpu]) as found:
             yield
             if gpu:
@@ -126,14 +142,14 @@ def moves_bytes(kernel: str) -> bool:
     fused = _INDUCTOR.match(kernel)
     if fused:
         return set(re.split(r"_+", fused[1])) <= _MOVING_OPERATORS | {""}
-    return bool(_MOVES.search(kernel))
+    return bool(_MOVES.fullmatch(kernel))
 
 
 def read(trace: Any, ours: Iterable[str], library: Iterable[str] = ()) -> Findings:
     """What one trace (a path, or its parsed JSON) shows. ``library``: vendor kernels that are known to be ours.
 
     Raises:
-        ContractError: no readable trace.
+        ContractError: no readable trace, or an event in it without what it is read for.
     """
     where = "the trace"
     if isinstance(trace, (str, Path)):
@@ -146,15 +162,18 @@ def read(trace: Any, ours: Iterable[str], library: Iterable[str] = ()) -> Findin
     if not isinstance(events, list) or not all(isinstance(e, Mapping) for e in events):
         raise ContractError(f"{where} holds no list of events, traceEvents; give one that rl_vllm.trace_step wrote")
     events = [e for e in events if e.get("ph") == "X"]
-    if not all("name" in e and isinstance(e.get("ts"), int | float) for e in events):
-        raise ContractError(f"{where} has an event without name or time; give one that rl_vllm.trace_step wrote")
+    if wrong := next((e for e in events if not _complete(e)), None):
+        raise ContractError(
+            f"{where} has an event without name, time, thread or arguments ({str(dict(wrong))[:120]}); give one that "
+            "rl_vllm.trace_step wrote"
+        )
     names, known = frozenset(ours), set(library)
     found, model, operators, launches = Findings(), _Intervals(), _Intervals(), {}
     for e in events:
         start, end = float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0))
         category, name = e.get("cat", ""), e["name"]
         if name == MODEL and category in ("user_annotation", "cpu_op"):
-            model.add(e["tid"], start, end)
+            model.add(None, start, end)
             found.steps += 1
         elif category == "cpu_op" and name.startswith(_OURS):
             operators.add(e["tid"], start, end)
@@ -168,10 +187,13 @@ def read(trace: Any, ours: Iterable[str], library: Iterable[str] = ()) -> Findin
             continue
         launch = launches.get(e.get("args", {}).get("correlation"))
         if launch is None:
+            # of copies that the driver is asked for there is none
+            if e["cat"] == "kernel":
+                found.unexplained[e["name"]] += 1
             continue
         kernel, at, thread = e["name"], float(launch["ts"]), launch["tid"]
         in_graph = "GraphLaunch" in launch["name"]
-        if not in_graph and not model.hold(thread, at):
+        if not in_graph and not model.hold(None, at):
             continue
         own = kernel in names or kernel in known
         if own or (not in_graph and operators.hold(thread, at)):
@@ -185,12 +207,25 @@ def read(trace: Any, ours: Iterable[str], library: Iterable[str] = ()) -> Findin
     return found
 
 
+def _complete(event: Mapping[str, Any]) -> bool:
+    times = (event.get("ts"), event.get("dur", 0))
+    return (
+        isinstance(event.get("name"), str)
+        and all(isinstance(t, int | float) and math.isfinite(t) for t in times)
+        and isinstance(event.get("tid"), int | str)
+        and isinstance(event.get("args", {}), Mapping)
+    )
+
+
 def check(traces: Iterable[Any], ours: Iterable[str] | None = None) -> list[Findings]:
     """Findings of each trace in order; a library's kernel seen inside our operators in one counts in those after it.
 
     Raises:
-        ContractError: a stock kernel ran inside the model, or a trace shows no kernel of ours there.
+        ContractError: a stock kernel ran inside the model, a trace shows no kernel of ours there or a kernel whose
+            launch it does not hold, or no trace was given.
     """
+    if isinstance(traces, (str, bytes, Path, Mapping)) or not isinstance(traces, Iterable):
+        raise ContractError(f"traces are {traces!r:.80}; give a list of them, that of an eager step first")
     names = our_kernels() if ours is None else frozenset(ours)
     library: set[str] = set()
     every, problems = [], []
@@ -203,7 +238,13 @@ def check(traces: Iterable[Any], ours: Iterable[str] | None = None) -> list[Find
             problems.append(
                 f"{where} shows no kernel of ours inside the model ({found.steps} passes) and proves nothing"
             )
+        problems += [
+            f"{where}: {name} ran {n} times without a record of its launch, which proves nothing; trace another step"
+            for name, n in found.unexplained.items()
+        ]
         problems += [f"{where}: stock kernel {name} ran {n} times inside the model" for name, n in found.stock.items()]
+    if not every:
+        problems.append("no trace was given, which proves nothing; give those that rl_vllm.trace_step wrote")
     if problems:
         raise ContractError("; ".join(problems))
     return every
