@@ -315,35 +315,3 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             (r["strict_peak_mib"] for r in rows if "strict_peak_mib" in r), default=None
         ),
     }
-
-
-def picture(rows: list[dict[str, Any]], path: str, tokens: int = 8192, vocab: int = 151936) -> None:
-    """Bars of milliseconds, with the memory beyond inputs beside each, for one number of tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.2))
-    for axis, mode in zip(axes, ("forward", "forward+backward"), strict=True):
-        found = [r for r in rows if (r["mode"], r["tokens"], r["vocab"], r["tp"]) == (mode, tokens, vocab, 1)]
-        bars = [("strict", found[0]["strict_us"], found[0]["strict_peak_mib"])]
-        bars += [(r["peer"], r["peer_us"], r["peer_peak_mib"]) for r in found if "peer_us" in r]
-        bars.sort(key=lambda bar: bar[1], reverse=True)
-        colours = ["tab:blue" if name.startswith("strict") else "tab:grey" for name, _, _ in bars]
-        drawn = axis.barh([name for name, _, _ in bars], [us / 1e3 for _, us, _ in bars], color=colours)
-        axis.bar_label(drawn, [f"{us / 1e3:.1f} ms, {mib:.0f} MiB" for _, us, mib in bars], fontsize=7, padding=2)
-        axis.set_xlim(0, 1.35 * max(us for _, us, _ in bars) / 1e3)
-        axis.set_title(f"{mode}, {tokens} tokens, {vocab} ids, hidden {HIDDEN}", fontsize=9)
-        axis.tick_params(labelsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-if __name__ == "__main__":
-    import json
-    import sys
-    from pathlib import Path
-
-    file = Path(sys.argv[1])
-    picture(json.loads(file.read_text())["rows"], str(file.with_suffix(".png")))

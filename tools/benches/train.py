@@ -169,32 +169,3 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for r in rows
         if r["op"] == "step"
     }
-
-
-def picture(rows: list[dict[str, Any]], path: str) -> None:
-    """Milliseconds of a step by phase, strict under native."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    shapes = list(dict.fromkeys(tuple(r["shape"]) for r in rows))
-    bars = [(shape, arm) for shape in shapes for arm in ("native", "strict")]
-    figure, axis = plt.subplots(figsize=(8.5, 1.0 + 0.45 * len(bars)))
-    for phase, colour in zip(PHASES[:3], ("#4c78a8", "#f58518", "#b8b8b8")):
-        found = {tuple(r["shape"]): r for r in rows if r["op"] == phase}
-        for i, (shape, arm) in enumerate(bars):
-            row = found[shape]
-            before = [r for r in rows if tuple(r["shape"]) == shape and PHASES.index(r["op"]) < PHASES.index(phase)]
-            key = "strict_us" if arm == "strict" else "peer_us"
-            width = row[key] / 1e3
-            left = sum(r[key] for r in before) / 1e3
-            axis.barh(i, width, left=left, color=colour, label=phase if i == 0 else None)
-            axis.text(left + width / 2, i, f"{width:.0f}", ha="center", va="center", fontsize=8)
-    labels = [f"{arm}, {shape[0]} layers, {shape[1]:,} tokens" for shape, arm in bars]
-    axis.set_yticks(range(len(bars)), labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("milliseconds", fontsize=8)
-    axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncol=3, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)

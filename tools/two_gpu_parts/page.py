@@ -59,41 +59,58 @@ def layouts(payload: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 def picture(payload: dict[str, Any], path: str) -> None:
-    """Microseconds of collectives, ratios to native beside their targets, mismatches of every layout."""
-    import matplotlib
+    """Microseconds of collectives, ratios to native beside their targets, mismatches of every layout: what there is."""
+    from pictures import panels
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6))
     times = payload.get("collectives", {}).get("microseconds", {})
+    parts = [(draw, found) for draw, found in (
+        (_collectives, times), (_ratios, ratios(payload)), (_layouts, layouts(payload))
+    ) if found]  # fmt: skip
+    if not parts:
+        raise ValueError("no microseconds of collectives, no ratio and no layout: there is nothing to draw")
+    made, axes = panels.figure(len(parts), columns=1, height=3.0)
+    for axis, (draw, found) in zip(axes, parts):
+        draw(axis, found)
+    panels.save(made, path)
+
+
+def _collectives(axis: Any, times: dict[str, dict[str, float]]) -> None:
+    from pictures import panels
+
+    panels.style(
+        axis, "all-reduce of fp32 partials to bf16 over two GPUs", "elements", "microseconds of a call in a graph"
+    )
     for form in dict.fromkeys(form for found in times.values() for form in found):
-        left.plot(list(times), [found.get(form) for found in times.values()], marker="o", label=form)
-    if times:
-        left.set_yscale("log")
-        left.legend(fontsize=8)
-    left.set_title("all-reduce of fp32 partials, microseconds", fontsize=10)
-    left.tick_params(axis="x", labelsize=7)
-    left.grid(alpha=0.3)
+        axis.plot(list(times), [found.get(form) for found in times.values()], marker="o", label=form)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    panels.legend(axis, 3)
 
-    found = ratios(payload)
-    middle.set_visible(bool(found))
-    names = [name for name, _, _ in found]
-    middle.barh(names, [value for _, _, value in found], color="C0", height=0.5)
+
+def _ratios(axis: Any, found: list[tuple[str, float, float]]) -> None:
+    from pictures import panels
+
+    panels.style(axis, "strict beside native", "native's time / strict time")
+    names = [name.replace(": ", ":\n", 1) for name, _, _ in found]
+    axis.barh(names, [value for _, _, value in found], color="C0", height=0.5)
     for i, (_, target, value) in enumerate(found):
-        middle.plot([target, target], [i - 0.35, i + 0.35], color="black", linewidth=1.5)
-        middle.text(value, i, f" {value:.2f}", va="center", fontsize=8)
-    middle.set_title("native's time / strict time; line: target", fontsize=10)
-    middle.tick_params(labelsize=7)
+        axis.plot(
+            [target] * 2, [i - 0.35, i + 0.35], "--", color="crimson", linewidth=1.8, label=None if i else "target"
+        )
+        axis.text(0, i, f" {value:.2f}, target {target:g}", va="center", fontsize=panels.TEXT, color="white")
+    axis.invert_yaxis()
+    panels.legend(axis)
 
-    runs = layouts(payload)
-    right.barh([n for n, _, _ in runs], [total for _, total, _ in runs], color="C7", height=0.6, label="compared")
-    right.barh([n for n, _, _ in runs], [wrong for _, _, wrong in runs], color="C3", height=0.3, label="differ")
-    for i, (_, total, wrong) in enumerate(runs):
-        right.text(0, i + 0.32, f" {wrong:,} of {total:,} differ", va="bottom", fontsize=8)
-    right.set_title("log-probabilities of rollout and training", fontsize=10)
-    right.tick_params(labelsize=7)
-    if runs:
-        right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+
+def _layouts(axis: Any, runs: list[tuple[str, int, int]]) -> None:
+    from pictures import panels
+
+    panels.style(axis, "whole runs, layout of training -> layout of the rollout", "log-probabilities")
+    names = [
+        f"{name if name.startswith('native') else f'strict {name}'}\n{wrong:,} of {total:,} differ"
+        for name, total, wrong in runs
+    ]
+    axis.barh(names, [total for _, total, _ in runs], color="C7", height=0.6, label="compared")
+    axis.barh(names, [wrong for _, _, wrong in runs], color="C3", height=0.3, label="differ")
+    axis.invert_yaxis()
+    panels.legend(axis)
