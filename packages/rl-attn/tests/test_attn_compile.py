@@ -143,6 +143,18 @@ def test_sm90_uses_its_matrix_unit_and_one_exp2():
     assert not re.search(r"fma\.r[zmp]", ptx)
 
 
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, 8), (128, 8), (128, 16)])
+def test_decode_of_few_rows_lays_them_along_the_narrow_side(head_dim, rows):
+    from rl_attn.triton_hopper_few import attn_few_sm90_kernel
+
+    row = plans.shipped("sm90").choose("segments", head_dim, specialised=True)
+    _, constants, options, box = _launch(row, head_dim, 16)
+    constants |= {"ROWS": rows, "SHORT": rows // 4}
+    built = _compile(attn_few_sm90_kernel, constants, options, "sm90", box)
+    assert built.metadata.shared <= ROOM["sm90"]
+    assert set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+)k16", built.asm["ptx"])) == {f"m64n{rows}"}
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decode_of_tables_of_one_segment_stores_no_partial_state(head_dim):
     row = plans.shipped("sm90").choose("segments", head_dim, specialised=True)

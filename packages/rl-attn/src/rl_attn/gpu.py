@@ -22,6 +22,8 @@ MOST_SPLIT_SEQUENCES = 1024
 MOST_SPLIT_PROGRAMS = 1024
 # sequences up to which a table of one segment goes through the kernel for decode; 0: through the walk
 MOST_SHORT_SEQUENCES = 1024
+# query rows of a kv head and sequence up to which ``triton_hopper_few`` decodes; 0: never
+MOST_NARROW_ROWS = 16
 # rows a processor up to which the fold of sm90 takes them
 FOLD_PROGRAMS = 2
 # of a thread, for the specialised kernels where a processor runs one program
@@ -49,11 +51,12 @@ def kernels() -> Any:
 
 @cache
 def _hopper() -> Any:
-    """The kernels of sm90 alone, as attributes ``walk``, ``decode``, ``fold``, ``tiles``."""
-    from rl_attn import triton_hopper, triton_hopper_decode, triton_hopper_fold, triton_hopper_tiles
+    """The kernels of sm90 alone, as attributes ``walk``, ``decode``, ``few``, ``fold``, ``tiles``."""
+    from rl_attn import triton_hopper, triton_hopper_decode, triton_hopper_few, triton_hopper_fold, triton_hopper_tiles
 
     class Kernels:
-        walk, decode, fold, tiles = triton_hopper, triton_hopper_decode, triton_hopper_fold, triton_hopper_tiles
+        walk, decode, few = triton_hopper, triton_hopper_decode, triton_hopper_few
+        fold, tiles = triton_hopper_fold, triton_hopper_tiles
 
     return Kernels
 
@@ -204,6 +207,12 @@ def paged(
         # nothing runs in parallel that the walk would not; what pays is the kernel that needs no fold
         splits = split.specialised and few and sequences <= MOST_SHORT_SEQUENCES
     short = (room if few else 1) if splits else 0
+    narrow = 0
+    if splits and split.specialised and most_rows is not None and most_rows <= short:
+        # 8 or 16, where no sequence has more
+        narrow = padded(group * most_rows) if group * most_rows > 8 else 8
+        narrow = narrow if narrow <= MOST_NARROW_ROWS else 0
+        short = narrow // group if narrow else short
     if out is None:
         out = q.new_empty((tokens, heads, head_dim), dtype=out_dtype or q.dtype)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
@@ -215,10 +224,11 @@ def paged(
         names = split.name if fold_row is None else f"{split.name}+{fold_row.name}"
         _segments(
             split, fold_row, q, k_cache, v_cache, strides, query_start_loc, seq_lens, block_table, scale, key_tile,
-            segment, most, short, out, lse, counts,
+            segment, most, short, narrow, out, lse, counts,
         )  # fmt: skip
         plan = f"{own.arch}:{names}:tile{key_tile}-segment{segment}-most{most}"
         kernel = "rl_attn.triton_hopper_decode" if split.specialised else "rl_attn.triton_decode"
+        kernel = "rl_attn.triton_hopper_few" if narrow else kernel
         record("attention", kernel, plan, "paged")
     # where every sequence is short the walk has nothing to do; without a bound only the device knows
     if short < (tokens if most_rows is None else min(tokens, most_rows)):
@@ -313,8 +323,8 @@ def _walk_specialised(
 
 def _segments(
     row: plans.Row, fold_row: plans.Row | None, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], cu_q: Tensor,
-    seq_lens: Tensor, table: Tensor, scale: float, key_tile: int, segment: int, most: int, short: int, out: Tensor,
-    lse: Tensor, counts: Counts,
+    seq_lens: Tensor, table: Tensor, scale: float, key_tile: int, segment: int, most: int, short: int,
+    narrow: int, out: Tensor, lse: Tensor, counts: Counts,
 ) -> None:  # fmt: skip
     tokens, heads, head_dim = q.shape
     blocks, kv_heads, page, _ = k.shape
@@ -333,12 +343,14 @@ def _segments(
     if row.specialised:
         hopper, k_steps, v_steps = _hopper(), page_steps(k) or (), page_steps(v) or ()
         teams = min(sequences * most, max(1, programs // kv_heads))
-        hopper.decode.attn_segments_sm90_kernel[(teams * kv_heads,)](
+        kernel = hopper.few.attn_few_sm90_kernel if narrow else hopper.decode.attn_segments_sm90_kernel
+        kernel[(teams * kv_heads,)](
             q, hopper.tiles.pages_descriptor(k, k_steps, key_tile),
             hopper.tiles.pages_descriptor(v, v_steps, key_tile), *parts, out, lse, *counts, out.stride(0),
             out.stride(1), lse.stride(0), *common, *k_steps, *v_steps, table.stride(0),
             GROUP=group, D=head_dim, KEY_TILE=key_tile, SEGMENT=segment, STAGES=ring_for(row, key_tile), PAGE=page,
-            SHORT=short, num_warps=4, maxnreg=row.max_registers, enable_fp_fusion=False,
+            SHORT=short, **({"ROWS": narrow} if narrow else {}), num_warps=4, maxnreg=row.max_registers,
+            enable_fp_fusion=False,
         )  # fmt: skip
     else:
         decode.attn_segments_kernel[(min(sequences * most * kv_heads, programs),)](

@@ -43,7 +43,7 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _describe(cu_q, seq_lens, sequence, SEGMENT: gl.constexpr, SHORT: gl.constexpr, ONE: gl.constexpr):
+def describe(cu_q, seq_lens, sequence, SEGMENT: gl.constexpr, SHORT: gl.constexpr, ONE: gl.constexpr):
     """Of one sequence: first query row, queries, keys, segments that this kernel computes.
 
     ONE: a sequence is one segment, without queries where it is not this kernel's, so that none has to be counted."""
@@ -94,7 +94,7 @@ def _share(cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl
 
 
 @gluon.jit
-def _run(
+def run_of_team(
     cu_q, seq_lens, sequences, kv_heads, SEGMENT: gl.constexpr, SHORT: gl.constexpr, WARPS: gl.constexpr,
     ONE: gl.constexpr,
 ):  # fmt: skip
@@ -109,23 +109,23 @@ def _run(
 
 
 @gluon.jit
-def _fetch_segments(
+def fetch_segments(
     k_desc, v_desc, tiles, ready, empty, cu_q, seq_lens, table, sequences, kv_heads, blocks, k_page_rows, k_head_rows,
     k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
     KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, SHORT: gl.constexpr,
     ONE: gl.constexpr,
 ):  # fmt: skip
     """The fetching warp: a ring of STAGES tiles, keys and values in turn."""
-    begin, end, sequence, first_item, _ = _run(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 1, ONE)
+    begin, end, sequence, first_item, _ = run_of_team(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 1, ONE)
     kv_head = gl.program_id(0) % kv_heads
     taken = 0
     if begin < end:
-        _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
+        _, _, length, count = describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
         for item in range(begin, end):
             while item >= first_item + count:
                 first_item += count
                 sequence += 1
-                _, _, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
+                _, _, length, count = describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
             start = (item - first_item) * SEGMENT
             table_row = table + sequence.to(gl.int64) * s_table
             stop = gl.minimum(start + SEGMENT, length)
@@ -195,7 +195,7 @@ def _attend_segments(
     # a segment's pages, 128 table entries at a time; one more where it begins inside a page
     PARTS: gl.constexpr = (SEGMENT // PAGE + 128) // 128
 
-    begin, end, sequence, first_item, slots = _run(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 4, ONE)
+    begin, end, sequence, first_item, slots = run_of_team(cu_q, seq_lens, sequences, kv_heads, SEGMENT, SHORT, 4, ONE)
     heads = kv_heads * GROUP
     kv_head = gl.program_id(0) % kv_heads
     key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, layout_s))
@@ -208,13 +208,13 @@ def _attend_segments(
     no_scores = gl.zeros([GROUP_ROWS, KEY_TILE], gl.float32, layout_s)
     taken = 0
     if begin < end:
-        q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
+        q_begin, q_len, length, count = describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
         for item in range(begin, end):
             while item >= first_item + count:
                 first_item += count
                 slots += count * q_len
                 sequence += 1
-                q_begin, q_len, length, count = _describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
+                q_begin, q_len, length, count = describe(cu_q, seq_lens, sequence, SEGMENT, SHORT, ONE)
             segment = item - first_item
             start = segment * SEGMENT
             stop = gl.minimum(start + SEGMENT, length)
@@ -324,7 +324,7 @@ def attn_segments_sm90_kernel(
                 ),
             ),
             (
-                _fetch_segments,
+                fetch_segments,
                 (
                     k_desc, v_desc, tiles, ready, empty, cu_q, seq_lens, table, sequences, kv_heads, blocks,
                     k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
