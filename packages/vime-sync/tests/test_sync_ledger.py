@@ -69,6 +69,27 @@ def test_spans_with_a_gap_or_overlap_are_refused_at_the_token(spans, named):
     refused(lambda: check_spans(spans, 5), named)
 
 
+@pytest.mark.parametrize("given", [None, 3, "ab", b"ab"])
+def test_what_is_no_list_of_spans_or_samples_is_refused_by_name(given):
+    ledger = StepLedger(run_id="run")
+    ledger.add_version(V[0])
+    refused(lambda: check_spans(given, 2), "version spans are", "supported: ")
+    refused(lambda: ledger.add_sample("a", generated=2, spans=given), "version spans are")
+    refused(lambda: spans_from_pauses(given, 2), "pause boundaries are")
+    refused(lambda: ledger.consume(0, given), "sample ids are")
+    refused(lambda: ledger.consume(0, ["a"], token_ids=given or [1]), "token_ids is")
+    assert (ledger.samples, ledger.steps) == ({}, [])
+
+
+def test_a_number_of_steps_that_no_run_has_is_refused():
+    ledger = StepLedger(run_id="run")
+    train(ledger, 2)
+    assert ledger.check_run(2)["steps"] == 2
+    for steps in (-1, "2", 2.0, True):
+        refused(lambda steps=steps: ledger.check_run(steps), "the number of steps")
+    refused(lambda: ledger.check_run(3), "step 2 was not trained")
+
+
 @pytest.mark.field_report("R62")
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(0, 30))
 def test_spans_from_pause_boundaries_give_each_token_the_version_then_serving(cuts, generated):
@@ -417,6 +438,8 @@ def test_digests_of_a_step_are_kept_once_and_only_for_the_step_that_consumed_las
         train(ledger, 2)
         refused(lambda: ledger.record(0, digests), "step 0 cannot be recorded")
         refused(lambda: ledger.record(1, {"record": "ab"}), "give a sha256 of 64 digits")
+        for given in (5, None, "ab", ["record"]):
+            refused(lambda given=given: ledger.record(1, given), "give a sha256 of 64 digits")
         ledger.record(1, digests)
         refused(lambda: ledger.record(1, digests), "step 1 cannot be recorded")
         train(ledger, 1, first=2)

@@ -172,7 +172,9 @@ def test_publish_engine_that_cannot_be_poisoned_is_named_and_never_routed_to(pus
     assert publisher.serving() == engines
 
 
-@pytest.mark.parametrize("problem", ["truncated", "version", "older", "run", "model"])
+@pytest.mark.parametrize(
+    "problem", ["truncated", "version", "older", "run", "model", "text", "own text", "no version", "no directory"]
+)
 def test_publish_of_a_bad_directory_touches_no_engine(push, problem):
     engines = fleet()
     publisher = Publisher(engines, SHAPE)
@@ -192,11 +194,21 @@ def test_publish_of_a_bad_directory_touches_no_engine(push, problem):
         directory, version = push(4, run="other")
     elif problem == "model":
         directory, version = push(4, stranger=torch.zeros(1, dtype=torch.bfloat16))
+    elif problem == "text":
+        version = "run:4:x"
+    elif problem == "own text":
+        version = str(version)
+    elif problem == "no version":
+        version = None
+    elif problem == "no directory":
+        directory = None
+    label = str(publisher.version)
     with pytest.raises(ContractError):
         publisher.publish(directory, version)
     assert [engine.calls for engine in engines] == [[], []]
     assert [held(engine) for engine in engines] == before
     assert publisher.serving() == engines
+    assert {engine.weight_version() for engine in engines} == {label} == {str(publisher.version)}
 
 
 def test_two_publishers_cannot_interleave_and_the_one_refused_disturbs_nothing(push):
@@ -316,5 +328,17 @@ def test_publisher_refuses_no_engine_two_of_one_name_and_a_tp_that_does_not_fit(
     engine.tp = 3
     with pytest.raises(ContractError, match="tensor parallel 3"):
         Publisher([engine], SHAPE)
+    for engines in ("ab", None, [None], ["a"]):
+        with pytest.raises(ContractError, match="supported: "):
+            Publisher(engines, SHAPE)
+    with pytest.raises(ContractError, match="ModelShape"):
+        Publisher([FakeEngine("a", SHAPE)], {"hidden": 16})
+    with pytest.raises(ContractError, match="is no engine"):
+        Publisher([FakeEngine("a", SHAPE)], SHAPE).replace("a")
+    forwards = type("Proxy", (), {"__getattr__": lambda self, name: getattr(engine, name)})()
+    engine.tp = 2
+    assert list(Publisher([forwards], SHAPE).engines) == ["a"]
+    with pytest.raises(ContractError, match="is no engine"):
+        verify(["a"], {}, SHAPE)
     with pytest.raises(ValueError, match="unknown faults"):
         FakeEngine("a", SHAPE, faults=["typo"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from rl_contract import ContractError
-from vime_sync import Loan, Manifest, ModelShape, PolicyVersion, Publisher, read_weights, write_weights
+from vime_sync import Loan, Manifest, ModelShape, PolicyVersion, Publisher, StepLedger, read_weights, write_weights
 from vime_sync.manifest import nonfinite_count
 from vime_sync.testing import FakeEngine
 
@@ -105,6 +105,38 @@ def test_a_value_that_is_no_tensor_is_refused_by_name(tmp_path):
     manifest = Manifest.from_tensors({"x": torch.zeros(1)})
     version = PolicyVersion("run", 0, manifest.digest)
     refused(lambda: write_weights(tmp_path / "v", {"x": 1.5}, version, manifest), "x is a float")
+
+
+@pytest.mark.parametrize("given", ["run:0:0123456789ab", "", 0, False, b"x", ("run", 0, "0123456789ab")])
+def test_a_version_is_a_policy_version_to_whoever_takes_one(tmp_path, given):
+    named = tensors()
+    manifest = Manifest.from_tensors(named)
+    version = PolicyVersion("run", 0, manifest.digest)
+    path = write_weights(tmp_path / "v", named, version, manifest)
+    read_weights(path, version).close()
+    read_weights(path, manifest).close()
+    refused(lambda: read_weights(path, given), "read_weights got the version", "PolicyVersion.parse")
+    refused(lambda: write_weights(tmp_path / "w", named, given, manifest), f"got the version {given!r}")
+    refused(lambda: version.matches(given), "PolicyVersion.matches got the version")
+    refused(lambda: StepLedger(run_id="run").add_version(given), "add_version got the version")
+    assert os.listdir(tmp_path) == ["v"]
+
+
+@pytest.mark.parametrize("given", [None, "", 3, b"x", torch.zeros(2)])
+def test_what_is_no_path_and_no_manifest_is_refused_by_name(tmp_path, given):
+    manifest = Manifest.from_tensors(tensors())
+    version = PolicyVersion("run", 0, manifest.digest)
+    refused(lambda: read_weights(given), "read_weights got the path")
+    refused(lambda: write_weights(given, tensors(), version, manifest), "got the path")
+    refused(lambda: write_weights(tmp_path / "w", tensors(), version, given), "got the manifest")
+    refused(lambda: manifest.differences(given), "got the manifest")
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_of_a_manifests_digests_are_text():
+    for digests in ("x", {"rope": 1}, {1: "x"}, [("rope", "1")]):
+        refused(lambda digests=digests: Manifest.from_tensors(tensors(), config_digests=digests), "config_digests=")
+    refused(lambda: Manifest.from_tensors(tensors(), base_version=3), "base_version=3")
 
 
 def test_a_manifest_names_its_digest_and_an_old_one_is_of_plain_sha256(tmp_path):

@@ -1,6 +1,7 @@
 """Files that others wrote: whatever is wrong with one is a ContractError that names it."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,13 @@ def reading(what: str, advice: str) -> Iterator[None]:
         if isinstance(error, ContractError):
             raise ContractError(f"{what}: {error}") from error
         raise ContractError(f"{what} ({error!r}); {advice}") from error
+
+
+def path_of(where: str, given: str | os.PathLike[str]) -> Path:
+    """The path; ContractError that says what ``where`` was given instead of one."""
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        raise ContractError(f"{where} got the path {given!r:.80}; supported: a str or a pathlib.Path")
+    return Path(given)
 
 
 def read_json(path: Path) -> Any:

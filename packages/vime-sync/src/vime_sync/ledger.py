@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_contract import ContractError
-from vime_sync.files import reading
+from vime_sync.files import path_of, reading
 from vime_sync.spans import check_spans, token_ids_of, tokens_digest, whole_number
 from vime_sync.timeline import Event, Sample, StepReport, Timeline
-from vime_sync.version import PolicyVersion
+from vime_sync.version import PolicyVersion, check_version
 
 
 class StepLedger(Timeline):
     """The timeline of one run.
 
     Args:
-        path: JSONL file, resumed when it exists; None keeps the ledger in memory. One ledger holds a file at a time:
-            until ``close`` or the end of the process, every other one on it is refused.
+        path: JSONL file, resumed when it exists, made with its folders when it does not; None keeps the ledger in
+            memory. One ledger holds a file at a time: until ``close`` or the end of the process, every other one on it
+            is refused.
         run_id: the run that all versions must belong to.
         max_staleness: largest allowed (step of the version served - step of the version of the oldest token).
 
@@ -40,7 +41,7 @@ class StepLedger(Timeline):
         self._closed = False
         self._batched = False
         if path is not None:
-            self._open(Path(path))
+            self._open(path_of("StepLedger", path))
 
     def add_version(self, version: PolicyVersion) -> None:
         """Say that engines now serve ``version``: step 0 first, step s+1 once step s has consumed its samples.
@@ -48,8 +49,10 @@ class StepLedger(Timeline):
         Repeating the version being served (after a heal) changes nothing.
 
         Raises:
-            ContractError: another run, a step out of order or repeated with other bytes, or a shortened digest.
+            ContractError: no PolicyVersion, another run, a step out of order or repeated with other bytes, or a
+                shortened digest.
         """
+        check_version("StepLedger.add_version", version)
         if self.served is not None and version == self.served:
             return
         self._commit({"event": "version", "run": version.run_id, "step": version.step, "digest": version.digest})
@@ -100,6 +103,12 @@ class StepLedger(Timeline):
         """
         if not whole_number(step):
             raise ContractError(f"step is {step!r}; give the number of the training step, an integer")
+        if isinstance(sample_ids, (str, bytes)) or not isinstance(sample_ids, Iterable):
+            raise ContractError(f"step {step}: sample ids are {sample_ids!r:.80}; supported: a sequence of str")
+        if token_ids is not None and not isinstance(token_ids, Mapping):
+            raise ContractError(
+                f"step {step}: token_ids is {token_ids!r:.80}; supported: a mapping of sample id to ids"
+            )
         ids = [str(i) for i in sample_ids]
         scored = {str(i): token_ids_of(f"step {step}, sample {i}", given) for i, given in (token_ids or {}).items()}
         if others := sorted(scored.keys() - set(ids)):
@@ -119,7 +128,8 @@ class StepLedger(Timeline):
         Raises:
             ContractError: another step, one recorded before, or what is no sha256.
         """
-        self._commit({"event": "record", "step": step, "digests": dict(digests)}, wait=False)
+        given = dict(digests) if isinstance(digests, Mapping) else digests
+        self._commit({"event": "record", "step": step, "digests": given}, wait=False)
 
     def drop(self, sample_id: str, reason: str) -> None:
         """Say that a sample will never be consumed (aborted, too stale)."""

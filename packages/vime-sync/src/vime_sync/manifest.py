@@ -57,10 +57,11 @@ class Manifest:
         """Digest the tensors, in the order given; those of a GPU stay there.
 
         Raises:
-            ContractError: an unknown algorithm; nothing given, or what is no mapping and no pairs of name and tensor; a
-                name given twice, a type other than bf16 or fp32, or NaN or infinity in a tensor; every such tensor is
-                named.
+            ContractError: an unknown algorithm, digests that are no text; nothing given, or what is no mapping and no
+                pairs of name and tensor; a name given twice, a type other than bf16 or fp32, or NaN or infinity in a
+                tensor; every such tensor is named.
         """
+        _check_text(config_digests or {}, base_version)
         problems: list[str] = []
 
         def usable() -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,6 +141,7 @@ class Manifest:
 
     def differences(self, other: "Manifest") -> list[str]:
         """One line for each way in which ``other`` differs; empty when the digests are equal."""
+        check_manifest("Manifest.differences", other)
         mine, theirs = ({e.name: e for e in m.entries} for m in (self, other))
         found = [f"{name} is missing" for name in mine if name not in theirs]
         found += [f"{name} is extra" for name in theirs if name not in mine]
@@ -160,6 +162,22 @@ class Manifest:
             if x != y:
                 found.append(f"config {key} is {y}, not {x}")
         return found
+
+
+def check_manifest(where: str, manifest: object) -> None:
+    """Raise ContractError unless it is a Manifest."""
+    if not isinstance(manifest, Manifest):
+        raise ContractError(f"{where} got the manifest {manifest!r:.80}; supported: what Manifest.from_tensors returns")
+
+
+def _check_text(config_digests: object, base_version: object) -> None:
+    pairs = config_digests.items() if isinstance(config_digests, Mapping) else [(config_digests, None)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ContractError(
+            f"config_digests={config_digests!r:.80}; supported: a mapping of names to digests, both str"
+        )
+    if base_version is not None and not isinstance(base_version, str):
+        raise ContractError(f"base_version={base_version!r:.80}; supported: str or None")
 
 
 def named_pairs(

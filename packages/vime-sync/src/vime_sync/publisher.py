@@ -21,9 +21,10 @@ import torch
 from rl_contract import ContractError
 from vime_sync.client import EngineClient
 from vime_sync.digest import WEIGHT_DIGEST
+from vime_sync.files import path_of
 from vime_sync.shape import ModelShape
 from vime_sync.transfer import read_weights
-from vime_sync.version import PolicyVersion
+from vime_sync.version import PolicyVersion, check_version
 from vime_sync.vllm_layout import shard_digests
 
 
@@ -66,6 +67,10 @@ class Publisher:
     """
 
     def __init__(self, engines: Iterable[EngineClient], shape: ModelShape, *, parallel: bool = False) -> None:
+        if not isinstance(shape, ModelShape) or not isinstance(parallel, bool):
+            raise ContractError(f"shape={shape!r:.80}, parallel={parallel!r}; supported: a ModelShape, True or False")
+        if not isinstance(engines, Iterable):
+            raise ContractError(f"engines={engines!r:.80}; supported: some EngineClients")
         self.engines: dict[str, EngineClient] = {}
         self.shape = shape
         self.parallel = parallel
@@ -76,6 +81,7 @@ class Publisher:
         self._algorithm = WEIGHT_DIGEST
         self._busy = threading.Lock()
         for engine in engines:
+            _check_engine(engine)
             if engine.name in self.engines:
                 raise ContractError(f"two engines are called {engine.name!r}; give each its own name")
             self.replace(engine)
@@ -84,6 +90,7 @@ class Publisher:
 
     def replace(self, engine: EngineClient) -> None:
         """Add an engine, or put a restarted one in the place of its namesake. It may not serve before a full push."""
+        _check_engine(engine)
         self.shape.check_tp(engine.tp)
         self.engines[engine.name] = engine
         self._unfit[engine.name] = "has had no full push since it started"
@@ -92,11 +99,12 @@ class Publisher:
         """Bring all engines, poisoned and restarted ones included, to the weights in ``directory``, and let them serve.
 
         Raises:
-            ContractError: the directory does not hold ``version`` of this model intact, the version is older than what
-                is served, or a push is under way. No engine was touched.
+            ContractError: ``version`` is no PolicyVersion, the directory does not hold it, of this model, intact, it is
+                older than what is served, or a push is under way. No engine was touched.
             PublishError: an engine failed. Either none was paused and all go on as before (another publisher holds one
                 of them), or all are poisoned and ``version`` stands where it was.
         """
+        check_version("Publisher.publish", version)
         self._push(list(self.engines.values()), directory, version)
         self.version = version
 
@@ -138,7 +146,8 @@ class Publisher:
                 raise PublishError(f"engines do not hold the bytes of {self.version}:", failures, self._reached())
             self.check_serving()
 
-    def _push(self, engines: Sequence[EngineClient], directory: str | os.PathLike[str], version: PolicyVersion) -> None:
+    def _push(self, engines: Sequence[EngineClient], folder: str | os.PathLike[str], version: PolicyVersion) -> None:
+        directory = path_of("Publisher", folder)
         with self._exclusive():
             self._check_order(version)
             started = time.monotonic()
@@ -155,7 +164,7 @@ class Publisher:
             started = self._record(State.PREPARED, version, started)
             self._claim(engines, f"{version}/{uuid.uuid4().hex}")
             try:
-                self._steps(engines, Path(directory), version, expected, started)
+                self._steps(engines, directory, version, expected, started)
             except BaseException as error:
                 reached = self._reached()
                 self._record(State.FAILED, version, started)
@@ -292,6 +301,14 @@ class Publisher:
             self._busy.release()
 
 
+def _check_engine(engine: object) -> None:
+    # not isinstance, which from Python 3.12 on passes over what a proxy forwards
+    if lacks := [name for name in vars(EngineClient) if not name.startswith("_") and not hasattr(engine, name)]:
+        raise ContractError(
+            f"{engine!r:.80} is no engine: it lacks {', '.join(lacks)}; supported: any vime_sync.EngineClient"
+        )
+
+
 def differing_shards(expected: Mapping[tuple[int, str], str], reported: Mapping[tuple[int, str], str]) -> list[str]:
     """``rank R name (missing | extra | other bytes)`` for every shard in which an engine's report differs."""
     found = [f"rank {rank} {name} (missing)" for rank, name in expected if (rank, name) not in reported]
@@ -311,6 +328,9 @@ def verify(
 
     An engine that is bitwise right has an empty list. Nothing is poisoned; ``Publisher.verify`` does that.
     """
+    engines = list(engines)
+    for engine in engines:
+        _check_engine(engine)
     expected: dict[int, dict[tuple[int, str], str]] = {}
     found: dict[str, list[str]] = {}
     for engine in engines:

@@ -36,6 +36,8 @@ def check_spans(spans: Iterable[Any], generated: int) -> tuple[Span, ...]:
     """The spans in order, provided that they cover tokens 0 to ``generated`` exactly: no gap, overlap or empty span."""
     if not whole_number(generated) or generated < 0:
         raise ContractError(f"generated={generated!r}; give the number of generated tokens, an integer of 0 or more")
+    if isinstance(spans, (str, bytes)) or not isinstance(spans, Iterable):
+        raise ContractError(f"version spans are {spans!r:.80}; supported: a sequence of (version, start, end)")
     found = tuple(Span.of(span) for span in spans)
     at = 0
     for span in found:
@@ -51,6 +53,12 @@ def check_spans(spans: Iterable[Any], generated: int) -> tuple[Span, ...]:
 def spans_from_pauses(starts: Sequence[tuple[int, str]], generated: int) -> tuple[Span, ...]:
     """Spans for an engine that stamps none: ``starts`` lists, in order, the number of tokens a request had when each
     version began to serve it. Versions under which no token was made leave no span; neighbours of one version join."""
+    if not isinstance(starts, Sequence) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and whole_number(pair[0]) for pair in starts
+    ):
+        raise ContractError(f"pause boundaries are {starts!r:.80}; supported: a list of (tokens, version)")
+    if not whole_number(generated):
+        raise ContractError(f"generated={generated!r}; give the number of generated tokens, an integer of 0 or more")
     merged: list[Span] = []
     ends = [at for at, _ in starts[1:]] + [generated]
     for (start, version), end in zip(starts, ends):

@@ -87,8 +87,11 @@ class Timeline:
             consumed.
 
         Raises:
-            ContractError: listing every step that is missing, has no version with a known digest, or no sample.
+            ContractError: listing every step that is missing, has no version with a known digest, or no sample; or
+                ``steps`` is no number of steps.
         """
+        if steps is not None and (not whole_number(steps) or steps < 0):
+            raise ContractError(f"steps={steps!r}; supported: the number of steps that the run must have, 0 or more")
         wanted = len(self.steps) if steps is None else steps
         known = {version.step for version in self.versions.values()}
         trained = {report.step for report in self.steps}

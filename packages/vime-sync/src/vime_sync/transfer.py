@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_contract import ContractError
-from vime_sync.files import DAMAGE, read_json, reading
+from vime_sync.files import DAMAGE, path_of, read_json, reading
 from vime_sync.lend import Loan, check_description
-from vime_sync.manifest import DTYPES, Manifest, described, named_pairs
+from vime_sync.manifest import DTYPES, Manifest, check_manifest, described, named_pairs
 from vime_sync.shape import ModelShape
-from vime_sync.version import PolicyVersion
+from vime_sync.version import PolicyVersion, check_version
 from vime_sync.vllm_layout import shard_digests
 
 MANIFEST_FILE = "manifest.json"
@@ -49,6 +49,7 @@ def write_weights(
     """
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ContractError(f"max_file_bytes={max_file_bytes!r}; supported: a positive integer")
+    check_manifest("write_weights", manifest)
     pairs = named_pairs(named_tensors, "write_weights")
     return _write(
         directory,
@@ -94,7 +95,8 @@ def _write(
     manifest: Manifest,
     fill: Callable[[Path], dict[str, Any]],
 ) -> Path:
-    target = Path(directory)
+    target = path_of("a push of weights", directory)
+    check_version(f"a push to {target}", version)
     if target.exists():
         raise ContractError(f"{target} exists; a version is written once, give a new directory")
     if not manifest.digest.startswith(version.digest):
@@ -202,15 +204,17 @@ def read_weights(
     """Open a directory of ``write_weights`` and verify it.
 
     Args:
-        expected: the version or the manifest that the directory must hold.
+        expected: the version or the manifest that the directory must hold, None for any; a version's text is refused.
         check_bytes: also digest every tensor and look for NaN. A worker that reads only its slice may leave that out:
             its shard digests are compared after loading. Lent memory is never digested here, for that reason.
 
     Raises:
         ContractError: one error that lists every missing, extra, mis-shaped, mistyped, altered, nonfinite or
-            unreadable (truncated) tensor and file, or that another version is there.
+            unreadable (truncated) tensor and file, or that another version is there. ``expected`` is neither.
     """
-    path = Path(directory)
+    path = path_of("read_weights", directory)
+    if expected is not None and not isinstance(expected, Manifest):
+        check_version("read_weights", expected)
     version, manifest, files, loan = _read_manifest(path)
     problems: list[str] = []
     if isinstance(expected, PolicyVersion) and not expected.matches(version):

@@ -50,5 +50,15 @@ class PolicyVersion:
 
     def matches(self, other: "PolicyVersion") -> bool:
         """Same run, same step, and digests equal over the digits that both sides know."""
+        check_version("PolicyVersion.matches", other)
         known = min(len(self.digest), len(other.digest))
         return (self.run_id, self.step, self.digest[:known]) == (other.run_id, other.step, other.digest[:known])
+
+
+def check_version(where: str, version: object) -> None:
+    """Raise ContractError unless it is a PolicyVersion: a text may carry no digest of the bytes that it labels."""
+    if not isinstance(version, PolicyVersion):
+        raise ContractError(
+            f"{where} got the version {version!r:.80}, a {type(version).__name__}; supported: a PolicyVersion, which "
+            "PolicyVersion.parse makes of run:step:digest"
+        )
