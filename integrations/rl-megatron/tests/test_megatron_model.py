@@ -457,14 +457,34 @@ def test_optimizer_settings_out_of_range_are_refused() -> None:
     for wrong in ({"clip_low": 1.5}, {"kl_coef": math.inf}, {"kl_coef": math.nan}, {"clip_high": math.nan}):
         with pytest.raises(ContractError, match="supported: 0 <= clip_low"):
             LossConfig(**wrong)
+    for wrong in (
+        {"lr": "x"},
+        {"betas": 5},
+        {"betas": (0.9,)},
+        {"betas": ("0.9", 0.95)},
+        {"eps": True},
+        {"clip_grad": None},
+    ):
+        with pytest.raises(ContractError, match="supported: finite lr"):
+            OptimizerConfig(**wrong)
+    for wrong in ({"kind": "adam"}, {"kind": None}, {"kind": "megatron", "distributed": 1}):
+        with pytest.raises(ContractError, match="supported: kind 'strict' or 'megatron'"):
+            OptimizerConfig(**wrong)
+    for wrong in ({"kl_coef": "x"}, {"clip_low": None}, {"clip_high": True}):
+        with pytest.raises(ContractError, match="supported: 0 <= clip_low"):
+            LossConfig(**wrong)
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2.0}, {"cp": 1.0}, {"tp": True}, {"cp": "2"}])
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2.0}, {"cp": 1.0}, {"tp": True}, {"cp": "2"}, {"tp": 0}, {"cp": -1}, {"tp": None}]
+)
 def test_cuts_that_are_no_integers_are_refused(tiny: Any, parallel: dict[str, Any]) -> None:
     config = tiny.tiny_config()
     ((name, value),) = parallel.items()
-    with pytest.raises(ContractError, match=f"{name}={value!r}, supported: integers"):
-        ModelConfig.from_hf(config).check(tiny.tiny_profile(config), ParallelConfig(**parallel))
+    with pytest.raises(ContractError, match=f"{name}={value!r}, supported: integers of 1 and above"):
+        ParallelConfig(**parallel)
+    with pytest.raises(ContractError, match="supported: a ParallelConfig"):
+        ModelConfig.from_hf(config).check(tiny.tiny_profile(config), parallel)  # type: ignore[arg-type]
 
 
 def test_both_spellings_of_rope_are_one(tiny: Any) -> None:

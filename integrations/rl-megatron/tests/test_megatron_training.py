@@ -114,6 +114,14 @@ def test_loss_refuses_a_mask_that_is_no_bool(mask: torch.Tensor) -> None:
         grpo_loss(x, x, x, mask, denominator=2)
 
 
+def test_loss_of_what_is_no_tensor_is_refused_by_name() -> None:
+    x, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    for name in ("logprob", "old_logprob", "advantages", "mask", "ref_logprob", "config"):
+        given: dict[str, Any] = {"logprob": x, "old_logprob": x, "advantages": x, "mask": mask, name: [0.0, 0.0, 0.0]}
+        with pytest.raises(ContractError, match=rf"{name}=\[0.0, 0.0, 0.0\], supported: a"):
+            grpo_loss(**given, denominator=1)
+
+
 def test_group_advantages_are_centred_and_zero_for_equal_rewards() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1])
     got = group_advantages(rewards, 4)
@@ -124,6 +132,12 @@ def test_group_advantages_are_centred_and_zero_for_equal_rewards() -> None:
     for size in (0, -4, 4.0, True):
         with pytest.raises(ContractError, match=f"group_size={size}, supported: an integer"):
             group_advantages(rewards, size)  # type: ignore[arg-type]
+    for wrong in ([1.0, 0.0], None, 3, torch.zeros(4, dtype=torch.complex64)):
+        with pytest.raises(ContractError, match=r"rewards=.*supported: a tensor"):
+            group_advantages(wrong, 4)  # type: ignore[arg-type]
+    for eps in (-1.0, math.nan, "x", None):
+        with pytest.raises(ContractError, match=f"eps={eps!r}, supported"):
+            group_advantages(rewards, 4, eps=eps)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 64, 1001])

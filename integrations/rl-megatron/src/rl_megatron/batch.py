@@ -100,9 +100,11 @@ class PackedBatch:
         """Pack samples.
 
         Raises:
-            ContractError: every sample that is empty, too long, has an id that is no integer or outside the vocabulary,
-                or a mask of the wrong length or with anything but bools, 0 and 1.
+            ContractError: no samples, or every sample that is empty, too long, has an id that is no integer or outside
+                the vocabulary, or a mask of the wrong length or with anything but bools, 0 and 1.
         """
+        if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
+            raise ContractError(f"PackedBatch: samples={samples!r:.80}, supported: a sequence of samples")
         batch = cls(tuple(Sample.of(s) for s in samples), vocab_size, max_positions, cp)
         problems = [p for i, s in enumerate(batch.samples) for p in batch._problems(i, s)]
         if not batch.samples:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_attn.rope import inverse_frequencies
 from rl_contract import ContractError, Profile, check_built
+from rl_megatron.checks import instance_problem
 from vime_sync import rope as rope_rules
 from vime_sync import shape
 
@@ -17,10 +18,19 @@ CP_SIZES = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the trainer is cut: tensor parallel and context parallel sizes; the world is their product."""
+    """How the trainer is cut: tensor parallel and context parallel sizes; the world is their product.
+
+    Raises:
+        ContractError: a size that is no integer of 1 and above.
+    """
 
     tp: int = 1
     cp: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = [f"{n}={v!r}" for n, v in vars(self).items() if not isinstance(v, int) or isinstance(v, bool) or v < 1]
+        if wrong:
+            raise ContractError(f"ParallelConfig: {', '.join(wrong)}, supported: integers of 1 and above")
 
     @property
     def world_size(self) -> int:
@@ -94,6 +104,8 @@ class ModelConfig:
     def check(self, profile: Profile, parallel: ParallelConfig) -> None:
         """Raise one ContractError for a profile of another model and every cut that model or profile don't allow."""
         check_built(profile)
+        if problem := instance_problem("parallel", parallel, ParallelConfig):
+            raise ContractError(f"rl-megatron: {problem}")
         problems = self._profile_problems(profile) + self._parallel_problems(profile, parallel)
         if problems:
             raise ContractError("rl-megatron: " + "; ".join(problems))
@@ -115,11 +127,7 @@ class ModelConfig:
     def _parallel_problems(self, profile: Profile, parallel: ParallelConfig) -> list[str]:
         tp, cp, leaves = parallel.tp, parallel.cp, profile.settings.leaves
         problems = []
-        if other := [
-            f"{n}={v!r}" for n, v in (("tp", tp), ("cp", cp)) if not isinstance(v, int) or isinstance(v, bool)
-        ]:
-            return [f"{', '.join(other)}, supported: integers"]
-        if tp < 1 or tp & (tp - 1):
+        if tp & (tp - 1):
             return [f"tp={tp}, supported: a power of two; use one that divides the heads"]
         if cp not in CP_SIZES:
             problems.append(f"cp={cp}, supported: {CP_SIZES}; use one of these")

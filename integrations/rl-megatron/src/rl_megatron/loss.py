@@ -6,7 +6,7 @@ k3 = exp(ref - logp) - (ref - logp) - 1 (Schulman, "Approximating KL Divergence"
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_contract import ContractError
 from rl_contract.devices import to_device
+from rl_megatron.checks import instance_problem, real
 
 _LOG2E = 1.4426950408889634
 # Taylor coefficients of exp(r ln 2), highest first: at |r| <= 0.5 the first omitted term is below 2**-60
@@ -29,7 +30,10 @@ class LossConfig:
     kl_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.clip_low < 1 and self.clip_high >= 0 and 0 <= self.kl_coef < math.inf):
+        given = (self.clip_low, self.clip_high, self.kl_coef)
+        if not all(map(real, given)) or not (
+            0 <= self.clip_low < 1 and self.clip_high >= 0 and 0 <= self.kl_coef < math.inf
+        ):
             raise ContractError(f"{self}; supported: 0 <= clip_low < 1, clip_high >= 0, finite kl_coef >= 0")
 
 
@@ -84,9 +88,15 @@ def grpo_loss(
         ref_logprob: fp32 ``[n]``; needed where ``config.kl_coef`` is above 0.
 
     Raises:
-        ContractError: shapes differ, the mask is not bool, the denominator is none, or the reference is missing.
+        ContractError: what is no tensor or no LossConfig, shapes differ, the mask is not bool, the denominator is none,
+            or the reference is missing.
     """
-    config = config or LossConfig()
+    config = LossConfig() if config is None else config
+    tensors = {"logprob": logprob, "old_logprob": old_logprob, "advantages": advantages, "mask": mask}
+    tensors |= {} if ref_logprob is None else {"ref_logprob": ref_logprob}
+    kinds = [instance_problem(name, value, Tensor) for name, value in tensors.items()]
+    if wrong := [p for p in (*kinds, instance_problem("config", config, LossConfig)) if p]:
+        raise ContractError("grpo_loss: " + "; ".join(wrong))
     given = [old_logprob, advantages, mask] + ([] if ref_logprob is None else [ref_logprob])
     if any(t.shape != logprob.shape for t in given):
         raise ContractError(
@@ -98,7 +108,7 @@ def grpo_loss(
         raise ContractError(f"grpo_loss got a mask of {mask.dtype}, supported: torch.bool; say which tokens count")
     # a masked token may hold anything, also a NaN: it leaves before any arithmetic
     valid = mask.nonzero().flatten()
-    number = isinstance(denominator, Real) and not isinstance(denominator, bool) and math.isfinite(denominator)
+    number = real(denominator) and math.isfinite(denominator)
     if not number or denominator < 0 or (denominator == 0 and valid.numel()):
         raise ContractError(
             f"grpo_loss got denominator={denominator!r} for {valid.numel()} valid tokens; supported: a finite number "
@@ -134,8 +144,13 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     ``scale=False`` leaves out the division. A group of equal rewards gives exactly 0. std is the population's.
 
     Raises:
-        ContractError: the number of rewards is not a multiple of ``group_size``.
+        ContractError: the rewards are no tensor of numbers, their number is not a multiple of ``group_size``, or
+            ``eps`` is no number of 0 and above.
     """
+    if not isinstance(rewards, Tensor) or rewards.is_complex():
+        raise ContractError(f"rewards={rewards!r:.80}, supported: a tensor of numbers, torch.tensor(rewards)")
+    if not real(eps) or not 0 <= eps < math.inf:
+        raise ContractError(f"eps={eps!r}, supported: a finite number of 0 and above")
     if not isinstance(group_size, Integral) or isinstance(group_size, bool) or group_size < 1:
         raise ContractError(f"group_size={group_size!r}, supported: an integer of 1 and above; give samples a prompt")
     if rewards.numel() % group_size:

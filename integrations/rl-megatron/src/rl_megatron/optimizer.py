@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_contract import ContractError
 from rl_megatron import topology
+from rl_megatron.checks import instance_problem, real
 from rl_megatron.loss import fixed_sum
 from rl_megatron.model import shard_dim
 
@@ -33,11 +34,13 @@ class OptimizerConfig:
     clip_grad: float = 1.0
 
     def __post_init__(self) -> None:
-        b1, b2 = self.betas
-        if not (
+        pair = isinstance(self.betas, (tuple, list)) and len(self.betas) == 2
+        b1, b2 = self.betas if pair else (None, None)
+        numbers = (self.lr, b1, b2, self.eps, self.weight_decay, self.clip_grad)
+        if not all(map(real, numbers)) or not (
             0 <= self.lr < math.inf
-            and 0 <= b1 < 1
-            and 0 <= b2 < 1
+            and 0 <= self.betas[0] < 1
+            and 0 <= self.betas[1] < 1
             and 0 < self.eps < math.inf
             and 0 <= self.weight_decay < math.inf
             and self.clip_grad >= 0
@@ -45,7 +48,8 @@ class OptimizerConfig:
             raise ContractError(
                 f"{self}; supported: finite lr, weight_decay >= 0, clip_grad >= 0, betas in [0, 1), finite eps > 0"
             )
-        if self.kind not in ("strict", "megatron") or (self.distributed and self.kind != "megatron"):
+        known = self.kind in ("strict", "megatron") and isinstance(self.distributed, bool)
+        if not known or (self.distributed and self.kind != "megatron"):
             raise ContractError(
                 f"{self}; supported: kind 'strict' or 'megatron', and distributed=True only with 'megatron'"
             )
@@ -75,8 +79,10 @@ def make_optimizer(model: GPTModel, config: OptimizerConfig) -> Optimizer:
     """The optimizer that ``config.kind`` names.
 
     Raises:
-        MissingSupport: Megatron's own on a CPU.
+        ContractError: no OptimizerConfig. MissingSupport: Megatron's own on a CPU.
     """
+    if problem := instance_problem("optimizer", config, OptimizerConfig):
+        raise ContractError(problem)
     if config.kind == "megatron":
         from rl_megatron.megatron_optimizer import MegatronOptimizer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_contract import ContractError, Profile, launches
 from rl_contract.devices import to_device
-from rl_megatron import checkpoint, topology
+from rl_megatron import checkpoint, checks, topology
 from rl_megatron.batch import PackedBatch, micro_batches, token_budget_problem
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
@@ -38,14 +38,14 @@ class TrainerRank:
         optimizer, loss: hyper-parameters.
         token_budget: most tokens of a micro-batch; None packs everything at once.
         threads: torch's threads in this process; None leaves them.
-        device, share_gpu: see ``topology.start``.
+        device, share_gpu: see ``topology.start``; a CPU is not shared.
         recompute, recompute_modules: see ``build_model``.
         keep_logits: bytes of GPU memory in which the head's fp32 logits may wait for the backward.
 
     Nothing heavy happens before ``init``, so an instance can be made anywhere.
 
     Raises:
-        ContractError: a ``rank``, ``mode``, ``token_budget``, ``threads`` or ``keep_logits`` that is none, all at once.
+        ContractError: every argument that is none of its kind, all at once.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class TrainerRank:
         self.init_method = init_method
         self.hf_path = hf_path
         self.profile = profile
-        self.parallel = parallel or ParallelConfig()
+        self.parallel = ParallelConfig() if parallel is None else parallel
         self.mode = mode
-        self.optimizer_config = optimizer or OptimizerConfig()
-        self.loss_config = loss or LossConfig()
+        self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
+        self.loss_config = LossConfig() if loss is None else loss
         self.token_budget = token_budget
         self.threads = threads
         self.device = device
         self.share_gpu = share_gpu
         self.recompute = recompute
-        self.recompute_modules = tuple(recompute_modules)
+        self.recompute_modules = recompute_modules
         self.keep_logits = keep_logits
         self._model: GPTModel | None = None
         self._optimizer: Optimizer | None = None
@@ -88,9 +88,22 @@ class TrainerRank:
         self._hf_config: dict[str, Any] = {}
         if problems := self._problems():
             raise ContractError("TrainerRank: " + "; ".join(problems))
+        self.recompute_modules = tuple(recompute_modules)
 
     def _problems(self) -> list[str]:
-        found = [token_budget_problem(self.token_budget)]
+        found = [
+            token_budget_problem(self.token_budget),
+            checks.url_problem("init_method", self.init_method),
+            checks.folder_problem("hf_path", self.hf_path),
+            checks.instance_problem("profile", self.profile, Profile),
+            checks.instance_problem("parallel", self.parallel, ParallelConfig),
+            checks.instance_problem("optimizer", self.optimizer_config, OptimizerConfig),
+            checks.instance_problem("loss", self.loss_config, LossConfig),
+            checks.instance_problem("share_gpu", self.share_gpu, bool),
+            checks.sequence_problem("recompute_modules", self.recompute_modules, "names"),
+        ]
+        if self.share_gpu is True and str(self.device) == "cpu":
+            found.append("share_gpu=True, supported: with a GPU; leave it out on device='cpu'")
         if self.mode not in ("strict", "native"):
             found.append(f"mode={self.mode!r}, supported: 'strict', 'native'")
         for name, value, least, other in (
@@ -350,10 +363,19 @@ class TrainerRank:
     ) -> None:
         lengths = [n for b in batches for n in b.response_lengths]
         problems = []
-        if len(advantages) != len(lengths):
+        if odd := checks.numbers_problem("advantages", advantages):
+            problems.append(odd)
+        elif len(advantages) != len(lengths):
             problems.append(f"{len(advantages)} advantages for {len(lengths)} samples")
         for name, given in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
-            if given is not None and [len(x) for x in given] != lengths:
+            if given is None and name == "ref_logprobs":
+                continue
+            kinds = [checks.sequence_problem(name, given, "arrays, one a sample")]
+            if not kinds[0]:
+                kinds += [checks.numbers_problem(f"{name}[{i}]", x) for i, x in enumerate(given or ())]
+            if wrong := [problem for problem in kinds if problem]:
+                problems += wrong[:8]
+            elif given is not None and [len(x) for x in given] != lengths:
                 problems.append(f"{name} has lengths {[len(x) for x in given][:8]}, the responses {lengths[:8]}")
         if ref_logprobs is None and self.loss_config.kl_coef > 0:
             problems.append(f"kl_coef={self.loss_config.kl_coef} needs ref_logprobs")
@@ -363,8 +385,12 @@ class TrainerRank:
 
 def _per_token(values: Sequence[float], batch: PackedBatch) -> Tensor:
     lengths = torch.tensor(batch.response_lengths)
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths)
+    return torch.as_tensor(values, dtype=torch.float32).repeat_interleave(lengths)
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(a, dtype=np.float32) for a in arrays]))
+    return torch.from_numpy(np.concatenate([np.asarray(_host(a), dtype=np.float32) for a in arrays]))
+
+
+def _host(values: Any) -> Any:
+    return values.detach().float().cpu().numpy() if isinstance(values, Tensor) else values

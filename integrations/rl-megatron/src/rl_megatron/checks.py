@@ -1,0 +1,56 @@
+"""What callers may hand to a trainer: numbers, sequences of them and objects of a class; what is wrong, in words."""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def real(value: object) -> bool:
+    """A number of any library, NaN and infinity among them; True is none, nor is a tensor."""
+    return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
+
+
+def instance_problem(name: str, value: object, kind: type) -> str | None:
+    """What is wrong with a value that must be a ``kind``; None where nothing is."""
+    return None if isinstance(value, kind) else f"{name}={value!r:.80}, supported: a {kind.__name__}"
+
+
+def sequence_problem(name: str, values: object, each: str) -> str | None:
+    """What is wrong with what must have a length and an order; ``each`` says what its entries are."""
+    if isinstance(values, (np.ndarray, Tensor)) and values.ndim > 0:
+        return None
+    if isinstance(values, Sequence) and not isinstance(values, (str, bytes)):
+        return None
+    return f"{name}={values!r:.80}, supported: a sequence of {each}"
+
+
+def numbers_problem(name: str, values: Any) -> str | None:
+    """What is wrong with a list, an array or a tensor of numbers; None where nothing is."""
+    if problem := sequence_problem(name, values, "numbers"):
+        return problem
+    if isinstance(values, np.ndarray):
+        fits = values.ndim == 1 and values.dtype.kind in "fiu"
+        return None if fits else f"{name} is {values.dtype} {values.shape}, supported: numbers in one dimension"
+    if isinstance(values, Tensor):
+        fits = values.ndim == 1 and not values.is_complex() and "bool" not in str(values.dtype)
+        return None if fits else f"{name} is {values.dtype} {tuple(values.shape)}, supported: numbers in one dimension"
+    odd = [v for v in values if not (real(v) or (isinstance(v, Tensor) and v.ndim == 0 and not v.is_complex()))]
+    return f"{name} holds {odd[0]!r:.80}, supported: numbers" if odd else None
+
+
+def folder_problem(name: str, value: object) -> str | None:
+    """What is wrong with a path."""
+    # a path of the standard library is never empty
+    if isinstance(value, str) and value:
+        return None
+    return None if hasattr(value, "__fspath__") else f"{name}={value!r:.80}, supported: a path"
+
+
+def url_problem(name: str, value: object) -> str | None:
+    """What is wrong with a URL of torch.distributed."""
+    if isinstance(value, str) and value.partition("://")[1]:
+        return None
+    return f"{name}={value!r:.80}, supported: a URL of torch.distributed, tcp://host:port or file:///path"
