@@ -231,6 +231,16 @@ def test_bad_input_options_of_strict_mode_do_nothing_in_audit_mode_and_are_refus
             rl_vllm.engine_args(profile, mode="audit", model="m", additional_config=given)
 
 
+@pytest.mark.parametrize("given", [None, "p.json", {}])
+def test_bad_input_an_engine_is_held_against_a_profile(given):
+    from types import SimpleNamespace
+
+    from rl_vllm import client
+
+    with pytest.raises(ContractError, match="assert_strict got profile="):
+        client.assert_strict(SimpleNamespace(), given)
+
+
 def test_serve_flag_carries_the_profile(profile, tmp_path):
     from rl_vllm.config import carried
 

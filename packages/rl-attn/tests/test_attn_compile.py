@@ -245,6 +245,11 @@ def test_a_plan_that_moves_bits_is_refused_by_name():
         ({"arch": "sm90", "rows": []}, "forward needs a row for every call: head_dim=256"),
         ({"arch": "sm90", "rows": [row | {"block_m": 16, "stages": 10**20}]}, "stages=1.*, supported: a whole number"),
         ({"arch": "sm90", "rows": [row | {"block_m": 16, "stages": 100}]}, "stages=100, supported: at most 64"),
+        (
+            {"arch": "sm90", "rows": [row | {"block_m": 16, "head_dim": 3}]},
+            "head_dim=3, supported: multiples of 8 up to",
+        ),
+        ({"arch": "sm90", "rows": [row | {"block_m": 16, "head_dim": 264}]}, "head_dim=264, supported: multiples of 8"),
         ({"arch": "sm90", "rows": [row]}, "block_m=0, supported for kernel=forward: from 1"),
         ({"arch": "sm90", "rows": [{"kernel": "forward"}]}, "lacks 'head_dim'; lacks 'warps'"),
     ):

@@ -43,7 +43,7 @@ def test_fingerprint_survives_json_and_sees_every_field():
     a = contract()
     assert Contract.from_dict(a.to_dict()).fingerprint == a.fingerprint
     changes = [
-        {"boundary": "x"}, {"dependency": "x"}, {"partition": "x"}, {"merge": "x"}, {"precision": {}},
+        {"boundary": "x"}, {"dependency": "x"}, {"partition": "x"}, {"merge": "x"}, {"precision": {"state": "fp64"}},
         {"rounding": ()}, {"primitives": {"exp2": "x"}}, {"arch": "sm90"},
     ]  # fmt: skip
     prints = {contract(**c).fingerprint for c in changes}
@@ -65,6 +65,7 @@ def test_fingerprint_ignores_mapping_order():
         ({"precision": None, "merge": 3}, "merge=3, supported: a text; precision=None, supported: a mapping"),
         ({"precision": {"speed": "fp32"}, "arch": ""}, r"'arch' is empty.*precision has \['speed'\]"),
         ({"primitives": {"exp2": 1}}, "primitives={'exp2': 1}, supported: a mapping"),
+        ({"precision": {}, "merge": " "}, "'merge' is empty.*'precision' is empty"),
         ({"colour": "x", "shape": "y"}, r"unknown keys \['colour', 'shape'\]"),
     ],
 )
@@ -234,9 +235,12 @@ def test_compare_refuses_what_has_no_bits_to_count():
         (torch.ones(2, dtype=torch.uint16), "uint16"),
         (torch.ones(2, 2).to_sparse(), "sparse"),
         ([1.0], r"\[1.0\]"),
+        (torch.ones(2, device="meta"), "on meta; supported: dense tensors with bytes"),
     ):
         with pytest.raises(ContractError, match=f"compare got.*{words}"):
             compare(bad, bad)
+        with pytest.raises(ContractError, match=f"compare got.*{words}"):
+            compare(torch.ones(2), torch.ones(2), bad)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
@@ -315,14 +319,30 @@ def test_launches_count_by_kind():
 def test_what_is_no_launch_is_refused_and_leaves_the_counts():
     reset_launches()
     record_launch(Launch("norm", "k"))
-    for bad in ("x", None, Launch("norm", 3), Launch("norm", "k", plan=None)):
+    for bad in ("x", None, {"boundary": "norm", "kernel": "k"}):
         with pytest.raises(ContractError, match="supported: a Launch"):
             record_launch(bad)
+    for bad in ({"kernel": 3}, {"boundary": None}, {"plan": None}, {"layout": ["x"]}, {"phase": 1}):
+        with pytest.raises(ContractError, match="supported: a Launch whose fields are texts"):
+            Launch(**{"boundary": "norm", "kernel": "k", **bad})
     for count in (1.5, -1, True, "2"):
         with pytest.raises(ContractError, match="count="):
             record_launch(Launch("norm", "k"), count)
     assert [row["count"] for row in launches()] == [1]
     reset_launches()
+
+
+def test_a_profile_of_no_settings_and_a_difference_to_no_contract_are_refused_by_name():
+    from rl_contract import build_profile
+
+    for settings in ({}, None, "cpu"):
+        with pytest.raises(ContractError, match=r"build_profile got settings.*supported: Settings"):
+            build_profile("x", settings)
+    for name in ("", None, 3):
+        with pytest.raises(ContractError, match="build_profile got name="):
+            build_profile(name, SETTINGS)
+    with pytest.raises(ContractError, match="supported: a Contract"):
+        contract().differences(contract().to_dict())
 
 
 def test_a_profile_that_its_settings_do_not_make_is_refused_by_boundary(monkeypatch):

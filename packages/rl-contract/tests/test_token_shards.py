@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contract import ContractError, TokenShards
+from rl_contract import ContractError, SingleRank, TokenShards
 from rl_contract.testing import on_ranks
 
 
@@ -53,6 +53,17 @@ def test_layout_any_spread_gives_packed_order_and_every_row_of_the_gradient(toke
 def test_places_that_are_not_each_token_once_are_refused(places):
     with pytest.raises(ContractError, match="TokenShards got"):
         on_ranks(2, lambda comm: TokenShards(comm, [torch.tensor(p) for p in places]))
+
+
+@pytest.mark.parametrize(
+    "places", [None, 3, "ab", [0, 1], [[0], [1]], [torch.tensor([0.0]), torch.tensor([1.0])], [torch.tensor([[0]])] * 2]
+)
+def test_what_is_no_list_of_places_is_refused_by_name(places):
+    with pytest.raises(ContractError, match=r"TokenShards got places.*supported: for each rank a tensor int64"):
+        TokenShards(SingleRank(), places)
+    for comm in (None, "gloo", object()):
+        with pytest.raises(ContractError, match="TokenShards got comm="):
+            TokenShards(comm, [torch.tensor([0])])
 
 
 def test_another_number_of_rows_is_refused():

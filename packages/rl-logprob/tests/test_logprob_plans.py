@@ -51,6 +51,11 @@ def test_broken_plans_are_refused():
     assert "one tile of 128" in broken(lambda s: next(iter(s["kernels"].values())).update(block_n=64))
     assert "supported: ('stats'" in broken(lambda s: s["rows"][0].update(operation="sum"))
     assert "unknown fields" in broken(lambda s: s.update(more=1))
+    assert "tokens=0, supported: from 1" in broken(lambda s: s["rows"][0].update(tokens=0))
+    assert "hidden=0, supported: from 1" in broken(lambda s: s["rows"][0].update(hidden=0))
+    assert "use='', supported: a kernel" in broken(lambda s: s["rows"][0].update(use=""))
+    spare = {"use": plans.MATERIALISED, "otherwise": plans.MATERIALISED}
+    assert "that nothing takes" in broken(lambda s: s["rows"][0].update(spare))
     assert "arch='sm9O', supported" in broken(lambda s: s.update(arch="sm9O"))
     assert "tokens=1.5, supported: a whole number" in broken(lambda s: s["rows"][0].update(tokens=1.5))
     assert "stages=65, supported: at most 64" in broken(lambda s: next(iter(s["kernels"].values())).update(stages=65))

@@ -42,6 +42,10 @@ def assert_strict(llm: Any, profile: Profile) -> list[dict[str, Any]]:
         MissingSupport: a worker is not ours (the plugin did not load there).
         ContractError: a worker runs something else; every finding is listed.
     """
+    if not isinstance(profile, Profile):
+        raise ContractError(
+            f"assert_strict got profile={profile!r:.80}; supported: the Profile that the engine must hold"
+        )
     reports = report(llm)
     problems = [f"rank {r['rank']}: {problem}" for r in reports for problem in _problems(r, profile)]
     if problems:

@@ -66,6 +66,8 @@ class Row:
             for name in ("head_dim", *needed.get(self.kernel, ("block_m",)))
             if not getattr(self, name)
         ]
+        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
+            problems.append(f"head_dim={self.head_dim}, supported: multiples of 8 up to {MAX_HEAD_DIM}, as heads are")
         problems += limit_problems(self)
         if problems:
             raise ContractError(f"plan {self}: " + "; ".join(problems))

@@ -81,11 +81,16 @@ def compare(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) 
     Raises:
         ContractError: shapes, dtypes or mask do not match, or a type or layout that has no bits to compare.
     """
-    for x in (a, b):
-        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.dtype not in (*_FLOATS, *_INTEGERS):
-            given = f"{x.dtype} {x.layout}" if isinstance(x, torch.Tensor) else repr(x)[:40]
+    for x in (a, b, *([] if mask is None else [mask])):
+        if (
+            not isinstance(x, torch.Tensor)
+            or x.layout != torch.strided
+            or x.dtype not in (*_FLOATS, *_INTEGERS)
+            or x.is_meta
+        ):
+            given = f"{x.dtype} {x.layout} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)[:40]
             raise ContractError(
-                f"compare got {given}; supported: dense tensors of {(*_FLOATS, *_INTEGERS)}; "
+                f"compare got {given}; supported: dense tensors with bytes, of {(*_FLOATS, *_INTEGERS)}; "
                 "compare complex numbers as torch.view_as_real gives them"
             )
     if a.shape != b.shape or a.dtype != b.dtype:

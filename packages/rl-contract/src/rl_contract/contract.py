@@ -46,7 +46,7 @@ class Contract:
         dependency: which elements take part, and the reduction domain.
         partition: how the reduction domain is cut.
         merge: in which order the parts are joined.
-        precision: type of ``input``, ``product``, ``accumulator``, ``state`` and ``output``; each key may be left out.
+        precision: type of ``input``, ``product``, ``accumulator``, ``state`` and ``output``; some keys may be left out.
         rounding: the points where a value is rounded, in order.
         primitives: name of each elementary function and the definition it follows.
         arch: where the contract holds (``"cpu"``, ``"sm90"``, ``"gfx942"``, ...); bits are not promised across.
@@ -68,7 +68,7 @@ class Contract:
         problems = []
         for name in ("boundary", "dependency", "partition", "merge", "arch"):
             value = getattr(self, name)
-            if value == "":
+            if isinstance(value, str) and not value.strip():
                 problems.append(f"field {name!r} is empty; every observable must be stated")
             elif not isinstance(value, str):
                 problems.append(f"{name}={value!r}, supported: a text")
@@ -77,6 +77,8 @@ class Contract:
                 problems.append(f"{name}={getattr(self, name)!r}, supported: a mapping of text to text")
         if isinstance(self.precision, Mapping) and (unknown := [k for k in self.precision if k not in PRECISION_KEYS]):
             problems.append(f"precision has {sorted(map(str, unknown))}; supported keys are {PRECISION_KEYS}")
+        if not self.precision:
+            problems.append("field 'precision' is empty; every observable must be stated")
         listed = isinstance(self.rounding, (tuple, list))
         if not listed or not all(isinstance(point, str) for point in self.rounding):
             problems.append(f"rounding={self.rounding!r}, supported: a list of texts")
@@ -114,5 +116,7 @@ class Contract:
 
     def differences(self, other: "Contract") -> list[str]:
         """Names of the fields that differ, with both values."""
+        if not isinstance(other, Contract):
+            raise ContractError(f"Contract.differences got {other!r:.80}; supported: a Contract")
         mine, theirs = self.to_dict(), other.to_dict()
         return [f"{k}: {mine[k]!r} != {theirs[k]!r}" for k in mine if mine[k] != theirs[k]]

@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +18,9 @@ class Launch:
         plan: plan id, or ``"-"`` where a kernel has one form only.
         layout: e.g. ``"packed"``, ``"paged"``, ``"tp2"``; ``"-"`` where there is one.
         phase: ``"eager"``, ``"capture"`` or ``"replay"``.
+
+    Raises:
+        ContractError: a field that is no text.
     """
 
     boundary: str
@@ -26,6 +28,10 @@ class Launch:
     plan: str = "-"
     layout: str = "-"
     phase: str = "eager"
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(value, str) for value in vars(self).values()):
+            raise ContractError(f"got {self!r}; supported: a Launch whose fields are texts; build one")
 
 
 _lock = threading.Lock()
@@ -36,15 +42,14 @@ def record_launch(launch: Launch, count: int = 1) -> None:
     """Count one launch. Called inside the opaque op, so a compiled graph cannot skip it.
 
     Raises:
-        ContractError: not a ``Launch`` of texts, or no whole number of launches.
+        ContractError: not a ``Launch``, or no whole number of launches.
     """
     if type(count) is int and count >= 0 and type(launch) is Launch:
-        # one that is known already was looked at; engines come here several times a layer
-        with suppress(TypeError), _lock:
-            if launch in _counts:
-                _counts[launch] += count
-                return
-    if not isinstance(launch, Launch) or not all(isinstance(value, str) for value in vars(launch).values()):
+        # engines come here several times a layer
+        with _lock:
+            _counts[launch] += count
+        return
+    if not isinstance(launch, Launch):
         raise ContractError(f"record_launch got {launch!r}; supported: a Launch whose fields are texts; build one")
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ContractError(f"record_launch got count={count!r}; supported: a whole number from 0")

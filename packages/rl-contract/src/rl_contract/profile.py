@@ -211,8 +211,14 @@ def build_profile(name: str, settings: Settings) -> Profile:
     Packages register functions ``(Settings) -> Contract`` under the entry point group ``rl_contract.boundaries``.
 
     Raises:
-        ContractError: a package does not support the settings; the message lists every refusal.
+        ContractError: no Settings, no name, or a package does not support the settings; lists every refusal.
     """
+    if not isinstance(settings, Settings):
+        raise ContractError(
+            f"build_profile got settings {settings!r:.80}; supported: Settings, Settings.from_dict(...)"
+        )
+    if not isinstance(name, str) or not name:
+        raise ContractError(f"build_profile got name={name!r:.80}; supported: a text")
     contracts: dict[str, Contract] = {}
     refusals: list[str] = []
     for entry in sorted(entry_points(group=BOUNDARY_GROUP), key=lambda e: e.name):

@@ -26,8 +26,14 @@ class TokenShards:
                 padding. Together they name every place 0 to T-1 once.
 
         Raises:
-            ContractError: a number of ranks other than comm's, or places that are not each token once.
+            ContractError: no communicator, no list of int64 [n_r], a number of ranks other than comm's, or places that
+                are not each token once.
         """
+        if comm is None:
+            raise ContractError("TokenShards got comm=None; supported: the Communicator of the ranks that hold tokens")
+        check_peers("TokenShards", comm)
+        if not isinstance(places, (list, tuple)) or not all(map(_is_places, places)):
+            raise ContractError(f"TokenShards got places {places!r:.80}; supported: for each rank a tensor int64 [n_r]")
         if len(places) != comm.world_size:
             raise ContractError(
                 f"TokenShards got the rows of {len(places)} ranks; the communicator has {comm.world_size}"
@@ -79,6 +85,10 @@ class TokenShards:
         for first, part in zip(firsts, parts):
             out[first : first + step] = part
         return out
+
+
+def _is_places(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 1
 
 
 def _whole(value: Any) -> bool:

@@ -114,6 +114,21 @@ class Row:
     use: str
     otherwise: str = ""
 
+    def __post_init__(self) -> None:
+        problems = []
+        if bool(self.n) != bool(self.k) or (self.n and not self.leaves):
+            problems.append(f"n={self.n}, k={self.k}, leaves={self.leaves}, supported: all three from 1, or n = k = 0")
+        if self.leaves & (self.leaves - 1):
+            problems.append(f"leaves={self.leaves}, supported: 0 and powers of two")
+        if not self.m:
+            problems.append("m=0, supported: from 1")
+        if not self.use:
+            problems.append("use='', supported: a kernel or library")
+        if self.otherwise == LIBRARY:
+            problems.append("otherwise=library, supported: what needs no certificate, a kernel")
+        if problems:
+            raise ContractError("; ".join(problems))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:

@@ -77,6 +77,13 @@ class Row:
     use: str
     otherwise: str = ""
 
+    def __post_init__(self) -> None:
+        problems = [f"{name}=0, supported: from 1" for name in ("tokens", "hidden") if not getattr(self, name)]
+        if not self.use:
+            problems.append(f"use='', supported: a kernel or {MATERIALISED}")
+        if problems:
+            raise ContractError("; ".join(problems))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plans:
@@ -126,6 +133,8 @@ class Plans:
             copies = [name in kernels and kernels[name].kind == "tma" for name in names]
             if copies[0] and (copies[1] or not row.otherwise):
                 raise ContractError(f"{where}: row {spec} needs an 'otherwise' that reads any stride")
+            if row.otherwise and not copies[0]:
+                raise ContractError(f"{where}: row {spec} has an 'otherwise' that nothing takes; leave it out")
             rows.append(row)
         for operation in OPERATIONS:
             if not any(r.operation == operation and r.tokens == ANY and r.hidden == ANY for r in rows):
