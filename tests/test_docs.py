@@ -84,6 +84,38 @@ def test_field_reports_notice_what_is_inconsistent(tmp_path, rows, test, problem
         assert any(problem in p for p in problems), problems
 
 
+@pytest.mark.parametrize("name", ["contract_tables", "support_table", "field_reports"])
+def test_a_tool_that_writes_a_page_is_asked_for_nothing_else(name, tmp_path, monkeypatch, capsys):
+    module = tool(name)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(module, "build", lambda: ("page", []) if name == "field_reports" else "page")
+    for arguments, code in ((["--help"], 0), (["--hlp"], 2), (["other.md"], 2)):
+        with pytest.raises(SystemExit) as end:
+            module.main(arguments)
+        assert end.value.code == code
+        assert not (tmp_path / "page.md").exists()
+    assert "Write docs/" in capsys.readouterr().out
+    module.main([])
+    assert (tmp_path / "page.md").read_text() == "page"
+
+
+def test_an_import_is_checked_of_a_package_that_is_named(capsys):
+    check_import = tool("check_import")
+    for arguments, code, words in (
+        ([], 2, "required: package"),
+        (["--help"], 0, "usage"),
+        (["rl_logprobe"], "rl_logprobe cannot be imported", ""),
+        ([".x"], ".x cannot be imported", ""),
+        ([""], " cannot be imported", ""),
+    ):
+        with pytest.raises(SystemExit) as end:
+            check_import.main(arguments)
+        said = capsys.readouterr()
+        assert words in said.out + said.err
+        assert end.value.code == code if isinstance(code, int) else end.value.code.startswith(code)
+
+
 def test_contract_tables_are_fresh():
     contract_tables = tool("contract_tables")
     assert contract_tables.PAGE.read_text() == contract_tables.build(), "run python tools/contract_tables.py"

@@ -1,5 +1,6 @@
 """Write docs/contracts.md: the contracts of the built-in model on a CPU, from the packages that define them."""
 
+import argparse
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,12 @@ def build() -> str:
     )
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Write the page; there is nothing to ask for."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     PAGE.write_text(build(), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

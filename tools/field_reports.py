@@ -4,6 +4,7 @@ Rows are in field_reports.toml. A test says that it shows a row by ``@pytest.mar
 as text, so nothing has to be installed. Run without arguments; exit status 1 lists what is inconsistent.
 """
 
+import argparse
 import ast
 import sys
 import tomllib
@@ -172,9 +173,15 @@ def build(root: Path = ROOT, rows_path: Path = ROWS) -> tuple[str, list[str]]:
     return render(rows, marks), bad_rows + bad_marks + problems_of(rows, marks)
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Write the page; there is nothing to ask for."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     page, problems = build()
     if problems:
         sys.exit("\n".join(problems))
     PAGE.write_text(page, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ Nothing here states what is supported. Each case is a checkpoint's configuration
 ``rl_vllm.engine_violations`` and ``rl_megatron.ModelConfig.check`` say about it. No engine is started.
 """
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,6 +162,12 @@ def build() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Write the page; there is nothing to ask for."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     PAGE.write_text(build(), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
