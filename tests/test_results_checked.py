@@ -58,6 +58,10 @@ def test_bad_input_a_target_that_its_rows_do_not_give(tmp_path):
     assert f"the target '{name}' is 9.9 in the summary" in refused(tmp_path, "norm.json", payload)
     del payload["summary"][name]
     assert "is nothing in the summary" in refused(tmp_path, "norm.json", payload)
+    done = run("results", tmp_path / "norm.json", "--renew-summary")
+    assert done.returncode == 0, done.stderr
+    renewed = json.loads((tmp_path / "norm.json").read_text())
+    assert renewed == json.loads((H200 / "norm.json").read_text())
 
 
 def test_landed_pages_are_what_their_files_give(tmp_path):
