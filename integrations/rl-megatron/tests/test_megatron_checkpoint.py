@@ -47,6 +47,13 @@ def test_round_trip_keeps_every_bit(
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
     with pytest.raises(ContractError, match="already holds weights"):
         save_hf(model, tmp_path / "out", config)
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(ContractError, match=r"cannot be made.*give a folder"):
+            save_hf(model, wrong, config)
+    for wrong in (None, "", 3):
+        with pytest.raises(ContractError, match=r"save_hf: path=.*supported: a path"):
+            save_hf(model, wrong, config)
 
 
 def test_sharded_index_is_read_and_checked(one_rank: None, tiny: Any, tmp_path: Path) -> None:

@@ -177,6 +177,13 @@ def test_recording_marks_the_forward_pass_and_our_operators(tmp_path):
     assert not model._forward_pre_hooks
 
 
+def test_a_cpu_engine_has_no_kernels_to_trace():
+    from rl_contract import MissingSupport
+
+    with pytest.raises(MissingSupport, match="an engine on a CPU"):
+        trace.trace_step(object(), "x")
+
+
 def test_bad_input_trace_file(tmp_path, capsys):
     (tmp_path / "t.json").write_text("{")
     assert trace.main([str(tmp_path / "t.json")]) == 1

@@ -231,6 +231,12 @@ def test_bad_input_options_of_strict_mode_do_nothing_in_audit_mode_and_are_refus
             rl_vllm.engine_args(profile, mode="audit", model="m", additional_config=given)
 
 
+@pytest.mark.parametrize("given", [None, "", 3, b"x"])
+def test_bad_input_what_is_no_model_config_is_refused_by_name(given):
+    with pytest.raises(ContractError, match="as a model config; supported: a checkpoint folder"):
+        rl_vllm.settings_from_hf(given, leaves=1)
+
+
 @pytest.mark.parametrize("given", [None, "p.json", {}])
 def test_bad_input_an_engine_is_held_against_a_profile(given):
     from types import SimpleNamespace
@@ -551,6 +557,39 @@ def test_bad_input_sampling_refusals_list_everything():
     assert refusals(SamplingParams(temperature=0.0, prompt_logprobs=0)) == []
     found = refusals(SamplingParams(temperature=0.8, top_p=0.5, min_p=0.1, bad_words=["a"]))
     assert len(found) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, 2**70, -(2**63) - 1, 1.5, 3.0, True, "3", [3]])
+def test_bad_input_a_seed_that_is_no_int64_is_refused_before_the_engine_sees_it(seed, temperature):
+    from vllm import SamplingParams
+
+    from rl_vllm.sampling import refusals
+
+    params = SamplingParams(temperature=temperature, seed=1)
+    params.seed = seed
+    assert refusals(params) == [f"seed={seed!r} (supported: an int from -2**63 to 2**63 - 1, not -1)"]
+    for good in (0, -2, 2**63 - 1, -(2**63)):
+        params.seed = good
+        assert refusals(params) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"max_tokens": 2**70}, {"logprobs": 2**64}, {"stop_token_ids": [1, 2**70]}, {"trace_decode_token_ids": [3]}],
+)
+def test_bad_input_what_cannot_be_sent_to_the_engine_or_replaces_its_tokens_is_refused(given):
+    from vllm import SamplingParams
+
+    from rl_vllm.sampling import refusals
+
+    ((name, value),) = given.items()
+    params = SamplingParams(seed=1)
+    if not hasattr(params, name):
+        pytest.skip(f"this vLLM has no {name}")
+    setattr(params, name, value)
+    (found,) = refusals(params)
+    assert found.startswith(f"{name}={value!r}"[:60])
 
 
 def test_the_plugin_loads_no_kernels():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_contract import ContractError
 from rl_megatron import topology
+from rl_megatron.checks import folder_problem
 from rl_megatron.model import shard_dim
 from vime_sync import layout
 from vime_sync.shape import ModelShape
@@ -152,8 +153,10 @@ def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> 
     """Write ``config.json`` and ``model.safetensors``; every rank must call it, the first one writes.
 
     Raises:
-        ContractError: the folder already holds weights.
+        ContractError: no path, the folder already holds weights, or, on the rank that writes, it cannot be written to.
     """
+    if problem := folder_problem("path", path):
+        raise ContractError(f"save_hf: {problem}")
     folder = Path(path)
     # every rank looks before the first one writes, and all of them learn what any of them saw
     held = torch.tensor([bool(list(folder.glob("*.safetensors")))])
@@ -163,7 +166,10 @@ def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> 
         raise ContractError(f"{folder} already holds weights; give an empty or new folder")
     tensors = export_hf(model)
     if tensors is not None and topology.context_parallel().rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ContractError(f"{folder} cannot be made ({error}); give a folder that can be written to") from error
         partial = folder / "model.safetensors.partial"
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.rename(folder / "model.safetensors")

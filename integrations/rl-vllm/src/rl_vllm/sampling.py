@@ -5,6 +5,7 @@ that is aborted and continued from its tokens goes on as if it had never stopped
 temperature-scaled distribution over the whole vocabulary, by the profile's logprob contract.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "thinking_token_budget": (None,),
     "logits_processors": (None, []),
+    "watermarking": (None, False),
+    "trace_decode_token_ids": (None,),
 }
 
 
@@ -43,6 +46,13 @@ def refusals(params: SamplingParams) -> list[str]:
         for name, neutral in _NEUTRAL.items()
         if hasattr(params, name) and getattr(params, name) not in neutral
     ]
+    if params.seed is not None and (type(params.seed) is not int or not _fits(params.seed)):
+        found.append(f"seed={params.seed!r} (supported: an int from -2**63 to 2**63 - 1, not -1)")
+    found += [
+        f"{name}={value!r:.80} (supported: integers of 64 bits)"
+        for name, value in _fields(params)
+        if name != "seed" and not all(map(_fits, value if isinstance(value, (list, tuple, set)) else [value]))
+    ]
     if params.temperature >= _SAMPLING_EPS and params.seed is None:
         found.append("seed=None (a token is a function of logits, seed and position: give every request a seed)")
     if params.prompt_logprobs is not None and params.temperature >= _SAMPLING_EPS and params.temperature != 1.0:
@@ -51,6 +61,16 @@ def refusals(params: SamplingParams) -> list[str]:
             "(vLLM never scales prompt log-probabilities: rescore with temperature 0 or 1)"
         )
     return found
+
+
+def _fields(params: SamplingParams) -> Iterator[tuple[str, Any]]:
+    names = getattr(type(params), "__struct_fields__", None) or vars(params)
+    return ((name, getattr(params, name)) for name in names if not name.startswith("_"))
+
+
+def _fits(value: Any) -> bool:
+    # vLLM sends a request to its core in a form that has no larger ones, and waits forever for one it could not send
+    return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
 
 
 def refuse(params: SamplingParams) -> None:

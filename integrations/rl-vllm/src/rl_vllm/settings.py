@@ -1,6 +1,7 @@
 """From a Hugging Face checkpoint's configuration to the settings of a profile."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ def hf_config_dict(source: Any) -> dict[str, Any]:
         source: a checkpoint folder, a mapping, or a transformers configuration.
 
     Raises:
-        ContractError: the folder holds no readable config.json.
+        ContractError: none of these, or the folder holds no readable config.json.
     """
     if isinstance(source, Mapping):
         return dict(source)
     if hasattr(source, "to_dict"):
         return dict(source.to_dict())
+    if not source or not isinstance(source, (str, os.PathLike)):
+        raise ContractError(
+            f"got {source!r:.80} as a model config; supported: a checkpoint folder, a dict or an HF config"
+        )
     file = Path(source) / "config.json"
     try:
         return dict(json.loads(file.read_text()))

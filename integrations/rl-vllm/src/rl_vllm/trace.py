@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_contract import ContractError
+from rl_contract import ContractError, MissingSupport
 
 MODEL = "rl_vllm.model"
 PACKAGES = ("rl_gemm", "rl_norm", "rl_attn", "rl_logprob", "rl_comm")
@@ -251,7 +251,15 @@ def check(traces: Iterable[Any], ours: Iterable[str] | None = None) -> list[Find
 
 
 def trace_step(llm: Any, path: str) -> None:
-    """Let every worker profile its next forward pass: it writes ``path.RANK``."""
+    """Let every worker profile its next forward pass: it writes ``path.RANK``.
+
+    Raises:
+        MissingSupport: a CPU engine, which launches no kernels that a trace could show.
+    """
+    from rl_vllm import platform
+
+    if platform.current() is platform.CPU:
+        raise MissingSupport("trace_step got an engine on a CPU; supported: on a GPU; rl_vllm.report counts operators")
     llm.collective_rpc("rl_trace", args=(path,))
 
 
