@@ -67,13 +67,13 @@ def test_kernels_of_a_trace_in_the_order_of_launches(profile):
 
 def test_counters_in_one_unit(profile):
     text = (
-        '==PROF== 1\n"ID","Kernel Name","gpu__time_duration.sum","dram__bytes_read.sum",'
-        '"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","other"\n"","","ns","Mbyte","",""\n'
-        '"0","gemm","12,300","33.5","1.25","7"\n"1","merge","2,000","","0.5","7"\n'
+        '==PROF== 1\n"ID","Kernel Name","gpu__time_duration.sum","dram__bytes.sum.per_second",'
+        '"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","other"\n"","","ns","byte/s","",""\n'
+        '"0","gemm","12,300","2,660,223,844,282.24","1.25","7"\n"1","merge","2,000","","0.5","7"\n'
     )
     gemm, merge = profile.counters(text)
-    assert gemm == {"counted_us": 12.3, "dram_read": 33.5, "stalled barrier": 1.25}
-    assert merge == {"counted_us": 2.0, "stalled barrier": 0.5}
+    assert gemm == {"us": 12.3, "memory GB/s": 2660.224, "stalled barrier": 1.25}
+    assert merge == {"us": 2.0, "stalled barrier": 0.5}
     assert profile.counters("==ERROR== no counters here") == []
 
 
@@ -88,24 +88,34 @@ def test_what_moves(profile):
     }
 
 
-def test_page_and_picture_of_whole_and_partial_cells(profile, tmp_path):
+def test_page_and_picture_of_whole_and_partial_cells(profile, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    drawing = importlib.import_module("pictures.gemm_profile")
+    monkeypatch.setattr(drawing, "FULL", 3)
     kernel = {"name": "gemm|x", "us": 10.0, "programs": 128, "threads": 160, "registers": 90, "shared": 2, "per_sm": 1}
-    counted = {"counted_us": 12.3, "stalled barrier": 1.5}
+    counted = {"us": 12.3, "memory %": 55.4, "stalled barrier": 1.5, "stalled selected": 1.6}
     whole = {"case": "o tree(2) M=64", "plan": "p", "us": {"cublas": 11.0, "strict": 13.0}, "failed": {}}
     whole |= {"memory_mb": 1, "to_sm_mb": 2, "partials_mb": 3, "gb_per_s": 4, "tflops": 5}
     bare = whole | {"case": "router chain M=1", "us": {"cublas": 6.0, "strict": 7.0}}
     whole |= {"phases": {"stamped_us": 13.1, **profile.phases(FIRST, MERGE, 2)}}
-    whole |= {"kernels": {"strict": [kernel | {"occupancy_percent": 7, "counters": counted}]}}
+    kernel |= {"occupancy_percent": 7, "counters": counted}
+    whole |= {"kernels": {"strict": [kernel], "cublas": [kernel]}}
+    whole |= {"again": {"commit": "decade", "date": "2026-01-02", "us": {"cublas": 11.4, "strict": 12.0}}}
     rows = [whole, bare, {"case": "matrix steps", "cycles": {"wgmma": 32.0}, "mhz": 1700}]
     meta = {"gpu": "none", "driver": "1", "torch": "2", "triton": "3", "commit": "c0ffee", "date": "2026-01-01"}
-    text = profile.table({"meta": meta, "rows": json.loads(json.dumps(rows))})
+    payload = {"meta": meta, "rows": json.loads(json.dumps(rows))}
+    text = profile.table(payload)
     assert "| o tree(2) M=64 | 13.0 | 13.1 | 0.9 | 2.0 | 5.1 |" in text
-    assert "| o tree(2) M=64 | strict | gemm/x | 12.3 |" in text
-    assert "barrier 1.5" in text
+    assert "| o tree(2) M=64 | strict | gemm/x | 10.0 | 128 |" in text
+    assert "| o tree(2) M=64 | strict | gemm/x | 12.3 | 55.4 |" in text
+    assert "| barrier 1.5 |" in text
+    assert "commit c0ffee, 2026-01-01: each kernel alone" in text
+    assert "Once more at decade, 2026-01-02" in text
+    assert "| o tree(2) M=64 | 11.4 | 12.0 | 0.950 |" in text
     assert "| wgmma | 32.0 | 4.82 |" in text
-    profile.picture(rows, str(tmp_path / "x.png"))
-    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+    for kept in (rows, [r | {"kernels": {}} for r in rows]):
+        drawing.picture({"meta": meta, "rows": kept}, str(tmp_path / "x.png"))
+        assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_every_cell_has_a_kernel_of_the_plan(profile):

@@ -35,18 +35,19 @@ LIBRARY, STRICT = "cublas", "strict"
 STAMPS = 16
 SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats")
 COUNTERS = {
-    "gpu__time_duration.sum": "counted_us",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",
-    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory_percent",
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed": "l2_percent",
-    "l1tex__throughput.avg.pct_of_peak_sustained_active": "l1_percent",
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "sm_percent",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps_active_percent",
-    "lts__t_sector_hit_rate.pct": "l2_hit_percent",
-    "dram__bytes_read.sum": "dram_read",
-    "launch__waves_per_multiprocessor": "waves",
-    "launch__registers_per_thread": "registers",
+    "gpu__time_duration.sum": "us",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": "memory %",
+    "dram__bytes.sum.per_second": "memory GB/s",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2 %",
+    "lts__t_sector_hit_rate.pct": "L2 hits %",
+    "lts__lts2xbar_cycles_active.avg.pct_of_peak_sustained_elapsed": "L2 answers %",
+    "l1tex__throughput.avg.pct_of_peak_sustained_active": "L1 %",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "matrix units %",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps %",
+    "launch__cluster_size": "cluster",
 }
+# to microseconds and GB/s
+UNITS = {"ns": 1e-3, "nsecond": 1e-3, "ms": 1e3, "msecond": 1e3, "byte/s": 1e-9, "Mbyte/s": 1e-3, "Tbyte/s": 1e3}
 
 
 def kernel_of(n: int, k: int, leaves: int, m: int) -> plans.Kernel:
@@ -342,12 +343,11 @@ def counters(text: str) -> list[dict[str, float]]:
         return []
     table = list(csv.reader(io.StringIO("\n".join(lines[head:]))))
     names, units, found = table[0], table[1], []
-    scale = {"nsecond": 1e-3, "ns": 1e-3, "msecond": 1e3, "ms": 1e3, "Kbyte": 1e-3, "Gbyte": 1e3, "byte": 1e-6}
     for line in table[2:]:
         mine = {}
         for name, unit, value in zip(names, units, line):
             if name in COUNTERS and value:
-                mine[COUNTERS[name]] = round(float(value.replace(",", "")) * scale.get(unit, 1), 3)
+                mine[COUNTERS[name]] = round(float(value.replace(",", "")) * UNITS.get(unit, 1), 3)
             elif "average_warps_issue_stalled" in name and name.endswith("per_issue_active.ratio") and value:
                 reason = name.split("stalled_")[1].removesuffix("_per_issue_active.ratio")
                 mine[f"stalled {reason}"] = round(float(value.replace(",", "")), 2)
@@ -372,10 +372,6 @@ def _once() -> None:
 def table(payload: dict[str, Any]) -> str:
     """The page beside the picture."""
     return page.table(payload, COUNTERS.values())
-
-
-def picture(rows: list[dict[str, Any]], path: str) -> None:
-    page.picture(rows, path)
 
 
 if __name__ == "__main__":

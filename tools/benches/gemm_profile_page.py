@@ -1,6 +1,6 @@
-"""The page and the picture of ``gemm_profile``."""
+"""The page of ``gemm_profile``."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 LIBRARY, STRICT = "cublas", "strict"
@@ -28,7 +28,7 @@ def parts_of(row: dict[str, Any]) -> dict[str, float]:
 def table(payload: dict[str, Any], counted: Iterable[str]) -> str:
     """The page beside the picture."""
     meta, rows = payload["meta"], [r for r in payload["rows"] if "us" in r]
-    lines = ["# gemm_profile", ""]
+    lines = ["# gemm_profile", "", "![gemm_profile](gemm_profile.png)", ""]
     lines += [
         f"{meta['gpu']}, driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']}, commit "
         f"{meta['commit']}, {meta['date']}. Times in microseconds: medians over graph replays, weights rotated through "
@@ -72,7 +72,9 @@ def table(payload: dict[str, Any], counted: Iterable[str]) -> str:
             parts, found = parts_of(r), r["phases"]
             cells = [r["case"], r["us"][STRICT], found["stamped_us"], *(parts.get(h, "") for h in heads)]
             lines.append("| " + " | ".join(map(str, [*cells, found["last_start"], found["processors"]])) + " |")
-    lines += _kernel_lines(rows, list(counted))
+    lines += _again_lines(rows)
+    lines += _kernel_lines(rows)
+    lines += _counter_lines(rows, list(counted), meta.get("counters", meta))
     for r in payload["rows"]:
         if "cycles" in r:
             lines += ["", "## Bare dependent matrix steps", ""]
@@ -86,83 +88,63 @@ def table(payload: dict[str, Any], counted: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kernel_lines(rows: list[dict[str, Any]], counted: list[str]) -> list[str]:
+def _again_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Microseconds of the same cells in a later run, which says its commit and date."""
+    rows = [r for r in rows if "again" in r]
+    lines = []
+    for commit, date in dict.fromkeys((r["again"]["commit"], r["again"]["date"]) for r in rows):
+        mine = [r for r in rows if (r["again"]["commit"], r["again"]["date"]) == (commit, date)]
+        names = list(dict.fromkeys(name for r in mine for name in r["again"]["us"]))
+        lines += ["", f"## Once more at {commit}, {date}", "", "| cell | " + " | ".join(names) + " | cublas / strict |"]
+        lines.append("|---" * (len(names) + 2) + "|")
+        for r in mine:
+            us = r["again"]["us"]
+            cells = [r["case"], *(us.get(name, "") for name in names), f"{us[LIBRARY] / us[STRICT]:.3f}"]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
     heads = ("us", "programs", "threads", "registers", "shared", "per_sm", "occupancy_percent")
+    lines = ["", "## Kernels", "", "| cell | call | kernel | " + " | ".join(heads) + " |"]
+    lines.append("|---" * (len(heads) + 3) + "|")
+    for case, call, kernel in _kernels(rows):
+        lines.append(f"| {case} | {call} | {short(kernel)} | " + " | ".join(str(kernel[h]) for h in heads) + " |")
+    return lines
+
+
+def _counter_lines(rows: list[dict[str, Any]], heads: list[str], meta: dict[str, Any]) -> list[str]:
+    found = [(case, call, kernel) for case, call, kernel in _kernels(rows) if kernel.get("counters")]
+    if not found:
+        return []
     lines = [
         "",
-        "## Kernels",
+        "## Hardware counters",
         "",
-        "| cell | call | kernel | " + " | ".join(heads) + " |",
-        "|---" * (len(heads) + 3) + "|",
+        f"Nsight Compute at commit {meta['commit']}, {meta['date']}: each kernel alone, caches emptied before it, "
+        "clocks not fixed, so its microseconds are not those of a graph. Percent of what the GPU can, over the whole "
+        "kernel; of L1 and warps over the time that a multiprocessor has a program. Warps stall: cycles for each instruction "
+        "issued; `barrier` counts the warps without work beside the loading warp too.",
+        "",
+        "| cell | call | kernel | " + " | ".join(heads) + " | warps stall on |",
+        "|---" * (len(heads) + 4) + "|",
     ]
-    more = ["", "## Hardware counters", "", "Caches empty at the start of each kernel.", ""]
-    more += [
-        "| cell | call | kernel | " + " | ".join(counted) + " | warps stall on |",
-        "|---" * (len(counted) + 4) + "|",
-    ]
-    empty = len(more)
+    for case, call, kernel in found:
+        counters = kernel["counters"]
+        # an instruction that issues is none that waits
+        stalls = {name[8:]: v for name, v in counters.items() if name.startswith("stalled ") and "selected" not in name}
+        most = sorted(stalls, key=lambda name: -stalls[name])[:3]
+        cells = [case, call, short(kernel), *(f"{counters[head]:.4g}" if head in counters else "" for head in heads)]
+        lines.append("| " + " | ".join(map(str, [*cells, ", ".join(f"{s} {stalls[s]}" for s in most)])) + " |")
+    return lines
+
+
+def _kernels(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for r in rows:
         for call, kernels in r.get("kernels", {}).items():
             for kernel in kernels:
-                short = kernel["name"].replace("|", "/")[:60]
-                lines.append(f"| {r['case']} | {call} | {short} | " + " | ".join(str(kernel[h]) for h in heads) + " |")
-                if found := kernel.get("counters"):
-                    stalls = sorted(((v, s[8:]) for s, v in found.items() if s.startswith("stalled ")), reverse=True)[
-                        :3
-                    ]
-                    cells = [r["case"], call, short, *(found.get(c, "") for c in counted)]
-                    cells.append(", ".join(f"{s} {v}" for v, s in stalls))
-                    more.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines + (more if len(more) > empty else [])
+                yield r["case"], call, kernel
 
 
-def picture(rows: list[dict[str, Any]], path: str) -> None:
-    """Left: phases of each strict call beside cuBLAS. Right: programs over time, a line a multiprocessor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    timed = [r for r in rows if r.get("phases")]
-    high = (len(timed) + 1) // 2
-    figure = plt.figure(figsize=(17, 2.6 * max(2, high)))
-    grid = figure.add_gridspec(max(1, high), 3)
-    bars = figure.add_subplot(grid[:, 0])
-    colours: dict[str, Any] = {}
-    for place, row in enumerate(timed):
-        at = 0.0
-        for name, us in parts_of(row).items():
-            new = name not in colours
-            colour = colours.setdefault(name, plt.get_cmap("tab10")(len(colours)))
-            bars.barh(place, us, left=at, color=colour, label=name if new else None, height=0.6)
-            at += us
-        bars.plot(
-            [row["us"][LIBRARY]] * 2, [place - 0.4, place + 0.4], color="black", label=None if place else "cublas"
-        )
-    bars.set_yticks(range(len(timed)), [r["case"] for r in timed], fontsize=8)
-    bars.invert_yaxis()
-    bars.set_xlabel("microseconds")
-    bars.legend(fontsize=7)
-    for place, row in enumerate(timed):
-        axis = figure.add_subplot(grid[place % high, 1 + place // high])
-        draw_timeline(axis, row["phases"])
-        axis.set_title(f"{row['case']} ({row['plan']})", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-
-
-def draw_timeline(axis: Any, found: dict[str, Any]) -> None:
-    for sm, start, loaded, leaves, joined, end in found["timeline"]:
-        spans = [(start, loaded, "tab:gray"), (loaded, joined, "tab:blue"), (joined, end, "tab:red")]
-        for left, right, colour in spans:
-            axis.plot([left, right], [sm, sm], color=colour, linewidth=0.8, solid_capstyle="butt")
-        axis.plot(leaves, [sm] * len(leaves), ".", color="black", markersize=1.2)
-    for sm, start, goes, end in found.get("merge", ()):
-        axis.plot([start, goes], [sm + 0.5] * 2, color="tab:olive", linewidth=0.4)
-        axis.plot([goes, end], [sm + 0.5] * 2, color="tab:green", linewidth=0.8)
-    axis.set_ylim(-2, max(132, *(program[0] + 2 for program in found["timeline"])))
-    axis.set_ylabel("multiprocessor", fontsize=7)
-    axis.set_xlabel(
-        "us; gray: first load, blue: steps, red: join and store, olive, green: merge waits, runs", fontsize=6
-    )
-    axis.tick_params(labelsize=6)
+def short(kernel: dict[str, Any]) -> str:
+    return str(kernel["name"]).replace("|", "/")[:60]

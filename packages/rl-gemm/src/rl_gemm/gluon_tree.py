@@ -23,7 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_gemm.plans import Kernel
 
-SHARED_BYTES = 232448  # what a block may have on sm90
+# what a block may have on sm90
+SHARED_BYTES = 232448
 STAMPS: gl.constexpr = gl.constexpr(16)
 
 
@@ -113,6 +114,7 @@ def _multiply_tiles(
     HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
+    """The other warps: the leaves of each unit in turn, joined as a binary counter carries, and the tile's way out."""
     WARPS_M: gl.constexpr = WARPS if 16 * WARPS <= BLOCK_M else BLOCK_M // 16
     WARPS_N: gl.constexpr = WARPS // WARPS_M
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS_M, WARPS_N], [16, BLOCK_N // WARPS_N, 16])
@@ -236,6 +238,7 @@ def gemm_tree_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    # one warp loads, with the fewest registers that a warp may have, which leaves the rest to those that multiply
     gl.warp_specialize(
         [
             (_multiply_tiles, (a_ring, b_ring, full, empty, stash, out_desc, bias, stamps, M, N, K,
@@ -278,7 +281,7 @@ def launch(kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tenso
            processors: int, stamps: Tensor | None = None) -> None:  # fmt: skip
     """a [M, K], b [N, K] -> out [M, N], or the ``workspace`` of ``kernel.parts`` sub-trees.
 
-    K is a multiple of block_k * leaves * fused; 1, 2, 4 or 8 leaves a part. ``stamps`` int64 [processors, STAMPS]
+    K is a multiple of block_k * leaves * fused; 1, 2, 4 or 8 leaves a part. ``stamps`` int64 [programs, STAMPS]
     takes the times of a profile.
     """
     stages = stages_that_fit(kernel, leaves // kernel.parts, out.dtype)
