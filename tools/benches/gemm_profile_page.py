@@ -123,8 +123,8 @@ def _counter_lines(rows: list[dict[str, Any]], heads: list[str], meta: dict[str,
         "",
         f"Nsight Compute at commit {meta['commit']}, {meta['date']}: each kernel alone, caches emptied before it, "
         "clocks not fixed, so its microseconds are not those of a graph. Percent of what the GPU can, over the whole "
-        "kernel; of L1 and warps over the time that a multiprocessor has a program. Warps stall: cycles for each instruction "
-        "issued; `barrier` counts the warps without work beside the loading warp too.",
+        "kernel; of L1 and warps over the time that a multiprocessor has a program. Warps stall: cycles for each "
+        "instruction issued; `barrier` counts the warps without work beside the loading warp too.",
         "",
         "| cell | call | kernel | " + " | ".join(heads) + " | warps stall on |",
         "|---" * (len(heads) + 4) + "|",
