@@ -156,6 +156,10 @@ def test_sampling_continues_where_an_aborted_rollout_stopped(strict, cold):
         ({"allowed_token_ids": [3, 4]}, "allowed_token_ids"),
         ({"min_tokens": 2}, "min_tokens=2"),
         ({"seed": None}, "seed=None"),
+        # vLLM would fail to send these to its core, and wait for them at every request after
+        ({"seed": 2**70}, f"seed={2**70}"),
+        ({"seed": 2**63}, f"seed={2**63}"),
+        ({"max_tokens": 2**70}, f"max_tokens={2**70}"),
         ({"prompt_logprobs": 0}, "prompt_logprobs with temperature=0.7"),
     ],
 )
@@ -166,6 +170,7 @@ def test_bad_input_sampling_parameter_is_named(strict, changes, named):
     params = SamplingParams(**{"temperature": 0.7, "seed": 1, "max_tokens": 2, "detokenize": False, **changes})
     with pytest.raises(VLLMValidationError, match=named):
         raw_generate(strict, [PROMPTS[2]], [params])
+    assert len(generate(strict, [PROMPTS[2]], [sampled(1, tokens=1)])) == 1
 
 
 @pytest.mark.field_report("R40", "R58")
