@@ -22,6 +22,14 @@ def page(name: str, arms: Sequence[Arm], unproven: Mapping[str, Sequence[int]], 
     """
     lines = [f"# {name}", "", f"![{name}]({name}.png)", "", made(arms, commit), ""]
     lines += [f"- the arms differ in {line}" for line in settings_that_differ(arms)]
+    lines += [
+        f"- **planted on purpose** in {arm.name}: {arm.manifest['config']['plant']}"
+        for arm in arms
+        if arm.manifest["config"].get("plant")
+    ]
+    lines += [f"- {arm.name}, the first one that differs: {found}" for arm in arms if (found := first_mismatch(arm))]
+    # a list ends before the table
+    lines += [""] if lines[-1] else []
     lines += grid(["", *(arm.name for arm in arms)], figures(arms))
     lines += ["", "Seconds of a step, medians over the steps after the first:", ""]
     lines += grid(["", *(arm.name for arm in arms)], times(arms))
@@ -47,6 +55,18 @@ def made(arms: Sequence[Arm], commit: str) -> str:
         sentences.append(what if len(mine) == len(arms) else f"{', '.join(mine)}: {what}")
     command = list(dict.fromkeys(str(arm.manifest["command"][0]) for arm in arms))
     return f"{' '.join(sentences)} Commit {commit}. `{'`, `'.join(command)}`."
+
+
+def first_mismatch(arm: Arm) -> str | None:
+    """Where a strict arm's first differing log-probability is; a native one differs everywhere."""
+    found = next((step["first_mismatch"] for step in arm.steps if step.get("first_mismatch")), None)
+    if found is None or arm.kind != "strict":
+        return None
+    return (
+        f"step {found['step']}, sample {found['sample']}, position {found['position']}, token {found['token']}: "
+        f"{found['left_name']} {found['left']!r} ({found['left_bits']}), "
+        f"{found['right_name']} {found['right']!r} ({found['right_bits']})"
+    )
 
 
 def machine(arm: Arm) -> str:
