@@ -20,8 +20,8 @@ from benches import timing
 from rl_contract.profile import KEY_TILE, SEGMENT
 
 METHOD = (
-    "Medians over graph replays; inputs are not rotated, so keys and values that fit in the L2 are read from it, by every "
-    "peer alike"
+    "Medians over graph replays; inputs are not rotated, so keys and values that fit in the L2 are read from it, by "
+    "every peer alike"
 )
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 SCALE = DIM**-0.5
