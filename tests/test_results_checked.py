@@ -1,5 +1,6 @@
 """tools/results holds ratios and targets against the times, and draws sizes, peers and targets under their names."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -66,7 +67,9 @@ def test_bad_input_a_target_that_its_rows_do_not_give(tmp_path):
 
 def test_landed_pages_are_what_their_files_give(tmp_path):
     pytest.importorskip("matplotlib")
-    files = sorted(H200.glob("*.json"))
+    # a bench that makes its own page may need what its kernels are written in
+    missing = {"gemm_profile"} if importlib.util.find_spec("triton") is None else set()
+    files = sorted(path for path in H200.glob("*.json") if path.stem not in missing)
     for file in files:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     done = run("results", *(tmp_path / file.name for file in files))
