@@ -150,7 +150,7 @@ def build() -> str:
         f"Positions have one rule for both engines, `vime_sync.rope`: {' and '.join(ROPE_TYPES)}. Where a config.json "
         "states them twice (`rope_scaling`, `rope_parameters`), both must say the same.",
         "",
-        "No accelerator is in the table before its results are published.",
+        "What was measured on H200 GPUs is in [results](results/h200); no other accelerator has results.",
     ]
     for title, cases in SECTIONS.items():
         lines += ["", f"## {title}", "", "| case | vLLM | Megatron-core |", "|---|---|---|"]

@@ -65,14 +65,29 @@ def verdict_of(s: StepSamples, step: int = 0, **changes):
 
 
 def write_run(
-    root: Path, *, seed: int = 0, steps: int = 4, arms=("native", "strict"), status: str = "finished"
+    root: Path,
+    *,
+    seed: int = 0,
+    steps: int = 4,
+    arms=("native", "strict"),
+    status: str = "finished",
+    differs=("native",),
+    tp: int = 2,
+    engines: int = 2,
+    still: bool = False,
 ) -> RunDirectory:
-    """Native differs in the last bits of every other token, strict is equal."""
+    """An older run, whose files have no digests.
+
+    Args:
+        differs: arms that differ in the last bits of every other token; the strict one ends with such a step.
+        still: no gradient, and the same weights in every step.
+    """
     run = RunDirectory(root)
+    arm_option = "both" if len(arms) > 1 else arms[0]
     config = RunConfig(
-        arm="both",
-        train=TrainLayout(tp=2, cp=2),
-        rollout=RolloutLayout(tp=2, engines=2),
+        arm=arm_option,
+        train=TrainLayout(tp=tp, cp=2),
+        rollout=RolloutLayout(tp=2, engines=engines),
         steps=steps,
         out=str(root),
         seed=seed,
@@ -83,7 +98,7 @@ def write_run(
         ledger = StepLedger(root / arm / "ledger.jsonl", run_id="run-test")
         for step in range(steps):
             s = samples(seed * 1000 + step)
-            if arm == "native":
+            if arm in differs:
                 s.rollout[::2] += np.float32(0.004)
             s.save(run.samples_path(arm, step))
             v = verdict_of(s, step)
@@ -93,7 +108,7 @@ def write_run(
             record = {
                 "step": step,
                 "weight_version": VERSION,
-                "weight_digest": f"{seed:02d}{step:062x}",
+                "weight_digest": f"{seed:02d}{0 if still else step:062x}",
                 **v.record(),
                 "forward_mismatch_count": again.mismatch_count,
                 "reward": float(s.reward.mean(dtype=np.float64)),
@@ -101,15 +116,19 @@ def write_run(
                 "kl_reference": 0.001 * step,
                 "clip_fraction": 0.0,
                 "ratio_mean": 1.0,
-                "grad_norm": 1.5 - 0.1 * step,
+                "grad_norm": 0.0 if still else 1.5 - 0.1 * step,
                 "update_skipped": False,
                 "tokens": int(s.tokens.size),
                 "finished": 3,
                 "seconds": {"push": 0.4, "rollout": 3.1, "score": 1.2, "train": 2.4, "other": 0.02},
             }
-            assert arm == "native" or is_equal(record)
+            trained = arm == "native" or is_equal(record)
+            if not trained:
+                record |= dict.fromkeys(("loss", "grad_norm"))
             run.append_step(arm, record)
             records.append(record)
+            if not trained:
+                break
             enter(ledger, record, s)
         ledger.close()
         pushed = [{"state": "published", "version": VERSION, "at": 1.0, "seconds": 0.1}] * steps
@@ -129,8 +148,8 @@ def write_run(
         write_json(
             root / arm / "evidence.json",
             {
-                "train": {f"trainer-{r}": ours for r in range(4)},
-                "rollout": {f"engine-{e}/worker-{w}": ours for e in range(2) for w in range(2)},
+                "train": {f"trainer-{r}": ours for r in range(2 * tp)},
+                "rollout": {f"engine-{e}/worker-{w}": ours for e in range(engines) for w in range(2)},
                 "reports": {},
                 "missing": [],
             },
@@ -143,7 +162,8 @@ def write_run(
             "reason": None if status == "finished" else "engine-0: the process ended with status 7",
             "started": "2026-01-01T00:00:00+0000",
             "command": [
-                f"rl-parity run --arm both --train tp=2,cp=2 --rollout tp=2,engines=2 --steps {steps} --seed {seed}"
+                f"rl-parity run --arm {arm_option} --train tp={tp},cp=2 --rollout tp=2,engines={engines} "
+                f"--steps {steps} --seed {seed}"
             ],
             "config": json.loads(json.dumps(config.to_dict())),
             "sampling": metrics.semantics(config).to_dict(),
@@ -213,6 +233,7 @@ def on_gpus(run: RunDirectory) -> RunDirectory:
             rows += [{**row, "phase": "replay", "count": 4000} for row in rows]
         proofs = [{"step": step, "version": VERSION, "shards": 620, "different": 0} for step in (0, 3)]
         report = {
+            "profile": profile().fingerprint if arm == "strict" else None,
             "forwards": 640,
             "compilation": {"mode": "VLLM_COMPILE", "graphs": "FULL_AND_PIECEWISE"},
             "graphs": {"captures": 38, "replays": 612},

@@ -17,6 +17,14 @@ from vime_sync.testing import FakeEngine
 FAULTS: set[str] = set()
 
 
+def launched(arm) -> list[dict]:
+    """What a worker of the arm counts."""
+    ours = {"attention": "attn", "rotary": "attn", "gemm.column": "gemm", "gemm.row": "gemm", "swiglu": "gemm"}
+    ours |= {"logprob": "logprob", "norm": "norm", "collective": "comm"}
+    rows = [{"boundary": boundary, "kernel": f"rl_{package}.fake", "count": 3} for boundary, package in ours.items()]
+    return rows if arm == "strict" else []
+
+
 def logprob(tokens) -> np.ndarray:
     return -(1.0 + np.asarray(tokens, dtype=np.float32) / 64 + np.arange(len(tokens), dtype=np.float32) / 16)
 
@@ -99,7 +107,8 @@ class FakeTrainer:
 
     def report(self):
         fingerprint = "f" * 64 if "trainer contract" in FAULTS else self.fingerprint
-        return {"rank": self.rank, "fingerprint": fingerprint, "substitutions": [], "launches": []}
+        ran = launched(self.arm)
+        return {"rank": self.rank, "mode": self.arm, "fingerprint": fingerprint, "substitutions": [], "launches": ran}
 
     def close(self):
         pass
@@ -107,7 +116,7 @@ class FakeTrainer:
 
 class FakeRollout:
     def __init__(self, *, name, arm, model, profile, tp, **kwargs):
-        self.calls, self.kwargs, self.asleep = [], kwargs, set()
+        self.calls, self.kwargs, self.asleep, self.tp = [], kwargs, set(), tp
         shape = ModelShape.from_hf_config(checkpoint.read_config(Path(model)))
         faults = FAULTS & {"caches_held", "flip_bit", "transfer"} if name == "engine-1" else set()
         self.engine = FakeEngine(name, shape, tp, faults)
@@ -158,7 +167,8 @@ class FakeRollout:
     def report(self):
         mode = "raw_logprobs" if "raw" in FAULTS else "processed_logprobs"
         profile = self.fingerprint if self.arm == "strict" else None
-        return [{"rank": 0, "profile": profile, "logprobs": {"mode": mode}, "launches": []}]
+        said = {"profile": profile, "logprobs": {"mode": mode}, "launches": launched(self.arm)}
+        return [{"rank": rank, "mode": "strict" if profile else "audit", **said} for rank in range(self.tp)]
 
     def close(self):
         pass

@@ -100,8 +100,6 @@ def test_a_differing_setting_is_a_difference(runs, path, value, capsys):
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("config", "train", "tp"), 4),
-        (("config", "rollout", "engines"), 1),
         (("config", "launcher"), "local"),
         (("config", "timeout"), 5.0),
         (("versions", "vllm"), "0.0.0"),
@@ -114,10 +112,23 @@ def test_what_may_differ_is_listed_and_no_difference(runs, path, value, capsys):
     assert f"note: {'.'.join(path)}: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "layout"), [("train.tp", {"tp": 4}), ("rollout.engines", {"engines": 1})])
+def test_another_layout_is_listed_and_no_difference(tmp_path, name, layout, capsys):
+    assert status((write_run(tmp_path / "a"), write_run(tmp_path / "b", **layout))) == 0
+    assert f"note: config.{name}: 2 against {next(iter(layout.values()))}" in capsys.readouterr().out
+
+
+def test_a_run_compared_with_itself_is_named(runs, capsys):
+    assert status((runs[0], runs[0])) == 0
+    assert f"note: both are {runs[0].root}: a run equals itself" in capsys.readouterr().out
+    assert status(runs) == 0
+    assert "note: both have the id run-test: one may be a copy" in capsys.readouterr().out
+
+
 def test_the_name_of_a_run_is_no_difference(runs):
     edit_manifest(runs[1], "run_id", value="run-other")
     for arm in ("native", "strict"):
-        for name in ("steps.jsonl", "ledger.jsonl"):
+        for name in ("steps.jsonl", "ledger.jsonl", "sync.json"):
             path = runs[1].root / arm / name
             path.write_text(path.read_text().replace("run-test", "run-other"))
     assert status(runs) == 0
@@ -129,7 +140,7 @@ def test_a_status_other_than_finished_is_shown(runs, capsys):
     assert f"note: {runs[1].root}: status interrupted" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["reward", "loss", "grad_norm", "clip_fraction", "weight_digest", "mismatch_count"])
+@pytest.mark.parametrize("name", ["reward", "loss", "grad_norm", "clip_fraction", "weight_digest", "kl_reference"])
 def test_a_differing_figure_of_a_step_is_one_difference(runs, name):
     def change(records):
         value = records[2][name]
@@ -139,27 +150,33 @@ def test_a_differing_figure_of_a_step_is_one_difference(runs, name):
     assert compare_runs(*runs).different[f"strict {name}"] == 1
 
 
-def test_an_arm_of_one_side_only_is_a_difference(runs, capsys):
-    shutil.rmtree(runs[1].root / "native")
-    assert status(runs) == 1
-    assert f"only in {runs[0].root}" in capsys.readouterr().out
-
-
-def test_an_arm_that_both_finished_runs_lack_is_a_difference(runs, capsys):
-    for run in runs:
-        shutil.rmtree(run.root / "native")
-    assert status(runs) == 1
-    assert "is finished and lacks it" in capsys.readouterr().out
+def test_an_arm_of_one_side_only_is_a_difference(tmp_path, capsys):
+    a = write_run(tmp_path / "a")
+    assert status((a, write_run(tmp_path / "b", arms=("strict",)))) == 1
+    assert f"only in {a.root}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_missing_step_is_a_difference(runs, both, capsys):
+def test_a_finished_run_without_an_arm_is_refused(runs, both, capsys):
+    for run in runs if both else runs[1:]:
+        shutil.rmtree(run.root / "native")
+    assert status(runs) == 2
+    assert "native/steps.jsonl is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_finished_run_without_a_step_is_refused(runs, both, capsys):
     for run in runs if both else runs[1:]:
         edit_steps(run, lambda records: records[:-1])
         run.samples_path("strict", 3).unlink()
-    assert status(runs) == 1
-    expected = "is finished and lacks step 3" if both else f"samples of step 3 only in {runs[0].root}"
-    assert expected in capsys.readouterr().out
+    assert status(runs) == 2
+    assert "ledger.jsonl holds step 3" in capsys.readouterr().err
+
+
+def test_a_longer_run_is_a_difference(tmp_path, capsys):
+    a = write_run(tmp_path / "a")
+    assert status((a, write_run(tmp_path / "b", steps=3))) == 1
+    assert f"samples of step 3 only in {a.root}" in capsys.readouterr().out
 
 
 def test_a_step_without_its_record_on_one_side_is_a_difference(runs):

@@ -139,7 +139,7 @@ def test_the_verdict_is_that_of_the_records_not_of_the_summary(tmp_path, capsys)
     shutil.rmtree(run.root / "strict" / "samples")
     assert cli.main(["report", str(run.root)]) == 2
     assert not (run.root / "report.html").exists()
-    run = write_run(tmp_path / "told", arms=("native",), status="mismatch")
+    run = write_run(tmp_path / "told", arms=("native",))
     summary = run.summary()
     summary["arms"]["native"]["mismatch_count"] = 0
     (run.root / "summary.json").write_text(json.dumps(summary))

@@ -100,14 +100,9 @@ def test_an_ended_run_has_a_readable_report_that_claims_nothing(tmp_path, status
 
 
 def test_a_mismatch_report_names_the_first_token(tmp_path):
-    run = write_run(tmp_path / "run", arms=("native",), status="mismatch")
-    (tmp_path / "run" / "native").rename(tmp_path / "run" / "strict")
-    arms = run.summary()["arms"]
-    from rl_parity.rundir import write_json
-
-    write_json(run.root / "summary.json", {"arms": {"strict": arms["native"]}, "status": "mismatch"})
+    run = write_run(tmp_path / "run", arms=("strict",), differs=("strict",), status="mismatch")
     page = render(run)
-    assert "Not equal: 96 of 192" in page
+    assert "Not equal: 24 of 48" in page
     assert "First at step 0, sample 0, position 0" in page
 
 

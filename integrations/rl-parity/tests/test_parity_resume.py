@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from rl_contract import ContractError
 from rl_parity import cli, loop, preflight, runner, state
+from rl_parity.bound import file_digests
 from rl_parity.rundir import RunDirectory, StepSamples
 from vime_sync import Manifest, StepLedger
 
@@ -36,6 +37,13 @@ def start(out, *options):
 
 def resume(out, *options):
     return cli.main(["run", "--resume", str(out), *options])
+
+
+def killed(out):
+    """As a run that was killed leaves its manifest."""
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["finished"]
+    (out / "manifest.json").write_text(json.dumps({**manifest, "status": "running", "files_sha256": {}}))
 
 
 def test_two_and_two_steps_are_four_steps(tmp_path, capsys):
@@ -116,6 +124,7 @@ def test_steps_after_the_last_saved_state_are_done_again_and_come_out_the_same(t
     described = last.with_name("step-00002") / state.DESCRIPTION
     run_id = RunDirectory(parts).manifest()["run_id"]
     described.write_text(json.dumps({**json.loads(described.read_text()), "run_id": run_id}))
+    killed(parts)
     with open(parts / "strict" / "steps.jsonl", "a") as stream:
         stream.write('{"step": 3, "cut o')
     with open(parts / "strict" / "ledger.jsonl", "a") as stream:
@@ -263,7 +272,7 @@ def test_a_manifest_without_a_digest_is_held_against_its_command(tmp_path, capsy
     out = tmp_path / "out"
     assert start(out, "--steps", "1", "--save-every", "1") == 0
     manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["config_sha256"]
+    del manifest["config_sha256"], manifest["files_sha256"]
     manifest["command"] = [f"rl-parity run --out {out} {' '.join(SMALL)} --steps 1 --save-every 1"]
     (out / "manifest.json").write_text(json.dumps(manifest))
     assert cli.main(["report", str(out)]) == 0
@@ -320,6 +329,7 @@ def old_run(out, monkeypatch, *, records=True):
         assert start(out, "--steps", "2", "--save-every", "1") == 0
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest.pop("weight_digest") == "sha256"
+    del manifest["files_sha256"]
     (out / "manifest.json").write_text(json.dumps(manifest))
     path = out / "strict" / "ledger.jsonl"
     if not records:
@@ -335,7 +345,7 @@ def test_a_run_of_plain_sha256_keeps_it(tmp_path, monkeypatch, capsys):
     assert resume(old, "--steps", "4") == 0
     assert "weight_digest" not in RunDirectory(old).manifest()
     assert cli.main(["report", str(old)]) == 0
-    assert "Unproven" not in capsys.readouterr().err
+    assert "step(s)" not in capsys.readouterr().err
     a, b = (RunDirectory(run).steps("strict") for run in (new, old))
     assert all(x["weight_digest"] != y["weight_digest"] for x, y in zip(a, b))
     weights = load_file(old / "model" / "model.safetensors")
@@ -368,6 +378,7 @@ def test_a_new_ledger_that_lost_all_digests_of_records_is_refused(tmp_path, caps
     assert start(out, "--steps", "2", "--save-every", "1") == 0
     path = out / "strict" / "ledger.jsonl"
     path.write_text("".join(s for s in path.read_text().splitlines(keepends=True) if '"record"' not in s[:20]))
+    edited(out / "manifest.json", files_sha256=file_digests(RunDirectory(out)))
     for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "3"]):
         assert cli.main(command) == 2
         assert "lacks the digests of step 0, which this run keeps" in capsys.readouterr().err

@@ -445,4 +445,12 @@ def test_digests_of_a_step_are_kept_once_and_only_for_the_step_that_consumed_las
         train(ledger, 1, first=2)
     with StepLedger(tmp_path / "ledger.jsonl", run_id="run") as again:
         assert again.recorded == {1: digests}
+        # a step that was sampled and will consume nothing is the last one
+        refused(lambda: again.record(2, digests, consumed=False), "step 2 cannot be recorded")
+        refused(lambda: again.record(4, digests, consumed=False), "step 4 cannot be recorded")
+        again.record(3, digests, consumed=False)
+        refused(lambda: again.record(3, digests, consumed=False), "step 3 cannot be recorded")
+        refused(lambda: train(again, 1, first=3), "recorded as one that consumes nothing")
+    with StepLedger(tmp_path / "ledger.jsonl", run_id="run") as again:
+        assert again.recorded == {1: digests, 3: digests}
         assert again.check_run(3)["steps"] == 3

@@ -107,6 +107,10 @@ class Arm:
         first, patience = len(self.records), 5.0
         with StepLedger(ledger_path, run_id=self.run_id) as ledger:
             if self.saved is not None:
+                last = self.records[-1]
+                if last["step"] not in ledger.recorded and ledger.recorded:
+                    # a machine that failed may have lost this one line of those that wait for no disk
+                    ledger.record(last["step"], self._digests(last))
                 ledger.resume(self.saved.step, self.saved.digest)
             try:
                 for step in range(first, self.config.steps):
@@ -219,9 +223,11 @@ class Arm:
             "seconds": clock.seconds,
             **({"memory": memory} if any(memory["trainers"]) else {}),
         }
-        if trained is not None:
-            ledger.record(step, record_digests(record, samples))
+        ledger.record(step, record_digests(record, samples), consumed=trained is not None)
         return record
+
+    def _digests(self, record: dict[str, Any]) -> dict[str, str]:
+        return record_digests(record, StepSamples.load(self.directory.samples_path(self.name, record["step"])))
 
     def _restore(self, fleet: Fleet, saved: Saved) -> None:
         """Give every trainer rank the state it saved, once its model has shown to be the one that the run began with.

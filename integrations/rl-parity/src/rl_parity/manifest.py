@@ -15,6 +15,11 @@ from rl_parity.jsonfile import REPAIR
 from vime_sync.digest import check_algorithm
 
 DIGEST = "config_sha256"
+FILES = "files_sha256"
+_SECTIONS = (
+    *("command", DIGEST, "seeds", "sampling", "topology", "gpus", "placement", "profile", "fingerprints", "plant"),
+    *("versions", "hardware", "notes", "started"),
+)
 WEIGHTS = "weight_digest"
 
 
@@ -38,6 +43,11 @@ def topology(config: RunConfig) -> dict[str, Any]:
         "rollout": {"tp": config.rollout.tp, "engines": config.rollout.engines, "workers": config.rollout.world_size},
         "launcher": config.launcher,
     }
+
+
+def sections_missing(manifest: Mapping[str, Any]) -> list[str]:
+    """Sections that every manifest of this version has and this one lacks."""
+    return [name for name in _SECTIONS if name not in manifest]
 
 
 def read_config(path: Path, manifest: Mapping[str, Any]) -> RunConfig:

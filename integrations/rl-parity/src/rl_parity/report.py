@@ -39,7 +39,7 @@ def write_report(run: RunDirectory, *, model: bool = True) -> Path:
     path = run.root / REPORT
     summary = verify.totals(run, model=model)
     page = _page(run, summary)
-    for line in filter(None, (_unproven(summary), landed.sentence(summary["not_here"]))):
+    for line in _doubts(summary):
         print(f"rl-parity: {line}", file=sys.stderr)
     try:
         path.write_text(page, encoding="utf-8")
@@ -95,6 +95,18 @@ def _unproven(summary: Mapping[str, Any]) -> str:
     )
 
 
+def _doubts(summary: Mapping[str, Any]) -> list[str]:
+    """What nothing in the run bears out, and why it may prove little."""
+    lines = [_unproven(summary), landed.sentence(summary["not_here"])]
+    if summary["unbound"] and summary["arms"]:
+        lines.append(
+            "Unproven: evidence, pushes and the ends of the files. The manifest has no digests of them, as in old runs "
+            "and in those that have not ended."
+        )
+    lines += [f"Warning: {arm} arm: {text}" for arm, totals in summary["arms"].items() for text in totals["warnings"]]
+    return [line for line in lines if line]
+
+
 def _section(run: RunDirectory, sources: Sequence[str], make: Callable[[], str]) -> str:
     try:
         return make()
@@ -112,6 +124,8 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
     if status in ("interrupted", "failed"):
         title = "The run was interrupted" if status == "interrupted" else "The run failed"
         lead = escape(str(manifest.get("reason") or "no reason was recorded").splitlines()[0])
+    elif status == "running" and (strict or native):
+        title, lead = "The run has not ended", "What it has done so far is counted below."
     elif strict is None and native is None:
         title, lead = "Nothing was compared", "The run has no finished step."
     elif strict is None:
@@ -142,8 +156,7 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
         f"{c['model']}{device} · train tp={c['train']['tp']}, cp={c['train']['cp']} · rollout tp={c['rollout']['tp']}, "
         f"engines={c['rollout']['engines']} · seed {c['seed']} · {manifest.get('started', '')}"
     )
-    doubts = filter(None, (_unproven(summary), landed.sentence(summary["not_here"])))
-    unproven = "".join(f'<p class="note"><b>{escape(line)}</b></p>' for line in doubts)
+    unproven = "".join(f'<p class="note"><b>{escape(line)}</b></p>' for line in _doubts(summary))
     plant = f'<p class="note"><b>Planted on purpose: {escape(str(c["plant"]))}</b></p>' if c.get("plant") else ""
     return (
         f'<section class="verdict {"good" if good else "bad"}"><p class="eyebrow">{escape(eyebrow)}</p>'

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
-from rl_parity import preflight_options, state, verify
+from rl_parity import bound, preflight_options, state, verify
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.jsonfile import lines, parse, read_text
 from rl_parity.manifest import check_manifest, weight_algorithm
@@ -111,13 +111,18 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
     """
     manifest = directory.manifest()
     _writable(directory.root)
+    records = {arm: [*point.records, *point.dropped] for arm, point in found.items()}
+    bound.check_status(directory, manifest, records)
+    if ended := [arm for arm, mine in records.items() if any(bound.bad(arm, record) for record in mine)]:
+        raise ContractError(f"--resume {directory.root}: the {ended[0]} arm ended with a mismatch; start the run again")
     for arm, point in found.items():
         if point.saved is None:
             continue
-        verify.arm_files(directory, arm, manifest)
+        verify.arm_files(directory, arm, manifest, [*point.records, *point.dropped])
         verify.samples(directory, arm, point.records)
         path = directory.root / arm / "ledger.jsonl"
         _weights(directory, arm, path, point)
+        verify.ledger_text(directory, arm, manifest)
         kept = "".join(_kept(path, point.step))
         verify.ledger(directory, arm, manifest, kept, point.records, deep=True)
         digest = point.records[0]["weight_digest"]
@@ -125,6 +130,7 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         if spec_of(config.model) is None:
             verify.weights(Path(config.model), digest, weight_algorithm(directory.root / MANIFEST, manifest))
         _state(point.saved, config)
+    bound.check_files(directory, manifest)
 
 
 def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> None:

@@ -275,7 +275,8 @@ COUNTS = (
 def summarize(steps: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
     """One arm's totals over its steps; maxima and means are None where nothing was compared.
 
-    ``reward_first`` and ``reward_last`` are means over the first and last tenth of the steps, at least one.
+    ``reward_first`` and ``reward_last`` are means over the first and last tenth of the steps, at least one;
+    ``warnings`` say why the run proves little, where its weights never moved.
     """
     compared = [s for s in steps if s.get("max_abs_diff") is not None]
     tokens = sum(s["valid_count"] for s in compared)
@@ -292,7 +293,22 @@ def summarize(steps: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, A
     out["reward_first"] = sum(rewards[:window]) / window if steps else None
     out["reward_last"] = sum(rewards[-window:]) / window if steps else None
     out["seconds"] = seconds
+    out["warnings"] = _warnings(steps)
     return out
+
+
+def _warnings(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why equal bits of these steps would prove little."""
+    trained = [s for s in steps if s.get("loss") is not None]
+    found = []
+    if trained and all(s["grad_norm"] == 0 for s in trained):
+        found.append(
+            f"no gradient: its norm was 0 in each of the {len(trained)} trained steps, as where all samples of a "
+            "prompt earn the same; give a --reward that tells them apart, such as partial"
+        )
+    if len(steps) > 1 and len({s["weight_digest"] for s in steps}) == 1:
+        found.append(f"no weight moved: all of its {len(steps)} steps sampled and pushed the same bytes")
+    return found
 
 
 def is_equal(counts: Mapping[str, Any]) -> bool:

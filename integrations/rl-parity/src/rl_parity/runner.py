@@ -17,12 +17,13 @@ import psutil
 
 from rl_contract import ContractError, Profile
 from rl_parity import checkpoint, lock, metrics, preflight, resume
+from rl_parity.bound import file_digests
 from rl_parity.config import RunConfig
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, LimitReached, MismatchFound, load_prompts
-from rl_parity.manifest import DIGEST, WEIGHTS, config_digest, topology, weight_algorithm
+from rl_parity.manifest import DIGEST, FILES, WEIGHTS, config_digest, topology, weight_algorithm
 from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
@@ -104,8 +105,9 @@ def _run(
     earlier = _earlier(directory, manifest, points) if again else {}
     if again:
         # weights keep the names that they began with, also where there was sha256 alone and none was written down
-        del manifest[WEIGHTS]
-    manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS) if key in earlier}
+        # and steps without a digest have none later
+        del manifest[WEIGHTS], manifest[FILES]
+    manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES) if key in earlier}
     algorithm = weight_algorithm(directory.root / MANIFEST, manifest)
     status, reason, code = "failed", "", FAILURE
     summary: dict[str, Any] = {"arms": {}}
@@ -187,6 +189,7 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
     }
     totals = directory.summary()["arms"] if (directory.root / SUMMARY).is_file() else {}
     kept = {WEIGHTS: old[WEIGHTS]} if WEIGHTS in old else {}
+    kept |= {FILES: {}} if FILES in old else {}
     return {"started": old.get("started"), "sittings": [*first, sitting], "arms": totals, **kept}
 
 
@@ -194,8 +197,9 @@ def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reaso
     write_json(directory.root / SUMMARY, {**summary, "status": status})
     manifest = directory.manifest()
     notes = [*manifest["notes"], *_native_notes(directory)]
+    bound_files = {FILES: file_digests(directory)} if FILES in manifest else {}
     directory.write_manifest(
-        {**manifest, "notes": notes, "status": status, "reason": reason or None, "finished": _now()}
+        {**manifest, "notes": notes, "status": status, "reason": reason or None, "finished": _now(), **bound_files}
     )
     try:
         # the model has just been pushed, digest by digest
@@ -239,6 +243,7 @@ def _manifest(
         "command": list(command) or [shlex.join(sys.argv)],
         "config": config.to_dict(),
         DIGEST: config_digest(config.to_dict()),
+        FILES: {},
         WEIGHTS: WEIGHT_DIGEST,
         "seeds": {"run": config.seed, "sampling": "sha256(run seed, step, prompt place, sample), first 31 bits"},
         "sampling": metrics.semantics(config).to_dict(),

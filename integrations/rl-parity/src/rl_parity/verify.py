@@ -1,5 +1,6 @@
 """Whether the files of a run bear out what it says: each there, whole, and one verdict in all of them."""
 
+import math
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
-from rl_parity import checkpoint
+from rl_parity import bound, checkpoint
 from rl_parity.checks import compare_logprobs
-from rl_parity.jsonfile import REPAIR, read_list, read_object, read_text, require
+from rl_parity.jsonfile import REPAIR, read_object, read_text
 from rl_parity.landed import left_out
-from rl_parity.manifest import WEIGHTS, check_manifest, read_config, weight_algorithm
+from rl_parity.manifest import FILES, WEIGHTS, check_manifest, read_config, weight_algorithm
 from rl_parity.models import hf_config, spec_of
 from rl_parity.rewards import Rewards
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, StepSamples, record_digests, summarize
@@ -24,7 +25,9 @@ from vime_sync.ledger import tokens_digest
 
 # sizes from which reading takes long enough to say so
 SLOW_BYTES = 2**30
-_TOTALS = ("steps", *COUNTS, "forward_mismatch_count", "max_abs_diff", "bitwise_equal")
+_TOTALS = ("steps", "tokens", *COUNTS, "forward_mismatch_count", "max_abs_diff", "bitwise_equal")
+# sums, which another Python may round otherwise
+_MEANS = ("mean_abs_diff", "reward_first", "reward_last")
 
 
 def whole(run: RunDirectory, *, model: bool = True) -> None:
@@ -35,24 +38,27 @@ def whole(run: RunDirectory, *, model: bool = True) -> None:
     """
     manifest = run.manifest()
     read_config(run.root / MANIFEST, manifest)
-    for arm in _asked(manifest):
-        if (run.root / arm).is_dir():
-            records = _records(run, arm, manifest)
-            if records:
-                arm_files(run, arm, manifest)
-                ledger(run, arm, manifest, read_text(run.root / arm / "ledger.jsonl"), records)
-                if model:
-                    built_in_model(run, manifest, records[0].get("weight_digest"))
+    every = {arm: _records(run, arm, manifest) for arm in _asked(manifest)}
+    for arm, records in every.items():
+        if records:
+            arm_files(run, arm, manifest, records)
+            ledger(run, arm, manifest, ledger_text(run, arm, manifest), records)
+            if model:
+                built_in_model(run, manifest, records[0].get("weight_digest"))
     if manifest["status"] == "finished":
         run.summary()
+    bound.check_status(run, manifest, every)
+    bound.check_files(run, manifest)
 
 
 def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     """The summary as records and samples have it, which the stored one must agree with.
 
-    ``unproven`` lists, by arm, the trained steps of whose record and samples the ledger has no digest: an older run's
-    loss, reward and other figures may be altered without any file contradicting them. ``not_here`` lists the steps
-    whose samples were left out on purpose (``rl_parity.landed``): their records alone are held against the ledger.
+    ``unproven`` lists, by arm, the steps of whose record and samples the ledger has no digest: an older run's loss,
+    reward and other figures may be altered without any file contradicting them. ``unbound`` says whether no digest
+    holds evidence, pushes and the ends of the files, as in older runs and in those that have not ended. ``not_here``
+    lists the steps whose samples were left out on purpose (``rl_parity.landed``): their records alone are held
+    against the ledger.
 
     Raises:
         ContractError: a file is missing or damaged, or two of them contradict each other; it is named.
@@ -60,7 +66,12 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     manifest = run.manifest()
     check_manifest(run.root / MANIFEST, manifest)
     whole(run, model=model)
-    stored = run.summary()["arms"] if (run.root / SUMMARY).is_file() else {}
+    summary = run.summary() if (run.root / SUMMARY).is_file() else {"arms": {}}
+    stored = summary["arms"]
+    if manifest["status"] != "running" and summary.get("status", manifest["status"]) != manifest["status"]:
+        raise ContractError(
+            f"{run.root / SUMMARY} says status {summary['status']}, {MANIFEST} {manifest['status']}; {REPAIR}"
+        )
     out: dict[str, Any] = {}
     unproven: dict[str, list[int]] = {}
     not_here: dict[str, list[int]] = {}
@@ -73,20 +84,39 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
         if absent:
             not_here[arm] = sorted(absent)
         samples(run, arm, [r for r in records if r["step"] not in absent])
-        text = read_text(run.root / arm / "ledger.jsonl")
+        text = ledger_text(run, arm, manifest)
         if steps := ledger(run, arm, manifest, text, records, deep=True, absent=absent):
             unproven[arm] = steps
         told = stored.get(arm, {})
         found = _guarded(run.root / arm / "steps.jsonl", records, told)
         if manifest["status"] == "finished" or (manifest["status"] != "running" and told):
-            for key in _TOTALS:
-                if told.get(key, "nothing") != found[key]:
-                    raise ContractError(
-                        f"{run.root / SUMMARY} says {key} {told.get(key, 'nothing')} of the {arm} arm, its steps and "
-                        f"samples say {found[key]}; {REPAIR}"
-                    )
+            _told(run, arm, manifest, told, found)
         out[arm] = {**told, **found}
-    return {"arms": out, "unproven": unproven, "not_here": not_here}
+    if others := sorted(stored.keys() - out.keys()):
+        raise ContractError(f"{run.root / SUMMARY} has totals of {', '.join(others)}, which has no step; {REPAIR}")
+    unbound = FILES not in manifest or manifest["status"] == "running"
+    return {"arms": out, "unproven": unproven, "unbound": unbound, "not_here": not_here}
+
+
+def _told(
+    run: RunDirectory, arm: str, manifest: Mapping[str, Any], told: Mapping[str, Any], found: Mapping[str, Any]
+) -> None:
+    """Raise ContractError where the summary says of an arm what its steps and samples do not."""
+    expected = {key: found[key] for key in (*_TOTALS, *_MEANS)}
+    # what older versions did not write
+    expected |= {"warnings": found["warnings"]} if "warnings" in told else {}
+    expected |= {"plant": manifest["config"].get("plant") if arm == "strict" else None} if "plant" in told else {}
+    for key, value in expected.items():
+        given = told.get(key, "nothing")
+        close = key in _MEANS and isinstance(given, float) and isinstance(value, float)
+        # a figure that is no number says so twice
+        if repr(given) != repr(value) and not (close and math.isclose(given, value, rel_tol=1e-12)):
+            raise ContractError(
+                f"{run.root / SUMMARY} says {key} {given} of the {arm} arm, its steps and samples say {value}; {REPAIR}"
+            )
+    seconds = told.get("seconds")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+        raise ContractError(f"{run.root / SUMMARY} says seconds {seconds!r} of the {arm} arm; {REPAIR}")
 
 
 def _guarded(path: Path, records: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,16 +143,20 @@ def _records(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> list[d
     return run.steps(arm)
 
 
-def arm_files(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> None:
-    # written when a sitting ends; one that runs or was killed may have none yet
-    folder, running = run.root / arm, manifest["status"] == "running"
-    if not running or (folder / "evidence.json").is_file():
-        read_object(folder / "evidence.json")
-        require(folder / "evidence.json", run.evidence(arm), {"train": dict, "rollout": dict})
-    if not running or (folder / "sync.json").is_file():
-        rows = read_list(folder / "sync.json")
-        if not all(isinstance(row, dict) and {"state", "version"} <= row.keys() for row in rows):
-            raise ContractError(f"{folder / 'sync.json'} holds what is no state of a push; {REPAIR}")
+def arm_files(run: RunDirectory, arm: str, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ContractError where an arm's steps, evidence or pushes are not those of a run such as its manifest's."""
+    bound.check_records(run, arm, records)
+    bound.check_evidence(run, arm, manifest, records)
+    bound.check_sync(run, arm, manifest, records)
+
+
+def ledger_text(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> str:
+    """The arm's ledger; ContractError where its last line is cut off, which only a killed run may leave."""
+    path = run.root / arm / "ledger.jsonl"
+    text = read_text(path)
+    if manifest["status"] != "running" and not text.endswith("\n"):
+        raise ContractError(f"{path} is {'cut off in its last line' if text else 'empty'}; {REPAIR}")
+    return text
 
 
 def samples(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
@@ -163,17 +197,17 @@ def ledger(
     deep: bool = False,
     absent: Collection[int] = (),
 ) -> list[int]:
-    """Replay ``text`` of the arm's ledger; returns the trained steps that ``deep`` found no digests of.
+    """Replay ``text`` of the arm's ledger; returns the steps that ``deep`` found no digests of.
 
     Args:
-        records: steps that it must hold, those of them that were trained.
+        records: steps that it must hold, those of them that were trained, and no other.
         deep: also compare the digests of weights with the records, of tokens with the samples, and those of
             both as they were written.
         absent: steps whose samples are not there; the ledger must have the digests of their records.
 
     Raises:
-        ContractError: it is of another run, breaks a rule, or lacks a step, or the digests of one although the run
-            keeps them: its manifest says what names its weights, or its ledger has those of earlier steps.
+        ContractError: it is of another run, breaks a rule, lacks a step or has another, or lacks the digests of one
+            although the run keeps them: its manifest says so, or its ledger has those of earlier steps.
     """
     path = run.root / arm / "ledger.jsonl"
     with tempfile.TemporaryDirectory() as folder:
@@ -187,6 +221,13 @@ def ledger(
     trained = [record for record in records if record.get("loss") is not None]
     if len(held.steps) < len(trained):
         raise ContractError(f"{path} does not hold step {trained[len(held.steps)]['step']}; {REPAIR}")
+    ended = manifest["status"] in ("finished", "mismatch")
+    # a run that broke off may have been training the step after its last record
+    ahead = {step.step for step in held.steps[len(trained) :]} | {s for s in held.recorded if s >= len(records)}
+    if others := sorted(ahead - (set() if ended else {len(records)})):
+        raise ContractError(
+            f"{path} holds step {others[0]}, {path.with_name('steps.jsonl')} has none there that was trained; {REPAIR}"
+        )
     unproven: list[int] = []
     if not deep:
         return unproven
@@ -196,15 +237,15 @@ def ledger(
             "give a directory with these samples"
         )
     published = {version.step: version.digest for version in held.versions.values()}
-    for record in trained:
-        step, digest = record["step"], record.get("weight_digest")
-        if published.get(step) != digest:
+    for record in records:
+        step, digest, consumed = record["step"], record.get("weight_digest"), record.get("loss") is not None
+        if consumed and published.get(step) != digest:
             raise ContractError(
                 f"{path} has weights {str(published.get(step))[:12]} at step {step}, the record in "
                 f"{path.with_name('steps.jsonl')} {str(digest)[:12]}; {REPAIR}"
             )
         where = run.samples_path(arm, step)
-        if step not in absent:
+        if consumed and step not in absent:
             _tokens(path, held, step, where)
         if step in held.recorded:
             found = record_digests(record, None if step in absent else StepSamples.load(where))
@@ -212,9 +253,11 @@ def ledger(
                 if name in found and held.recorded[step].get(name) != found[name]:
                     raise ContractError(f"{file} has another {name} of step {step} than {path} says; {REPAIR}")
         else:
-            kept = WEIGHTS in manifest or (held.recorded and min(held.recorded) < step)
-            # the last one does not wait for the disk
-            if kept and (record is not trained[-1] or step < len(held.steps) - 1):
+            kept = FILES in manifest or WEIGHTS in manifest or (held.recorded and min(held.recorded) < step)
+            # earlier versions kept none of a step that was not trained
+            kept = kept and (consumed or FILES in manifest)
+            # the last one does not wait for the disk, where only a killed run may have lost it
+            if kept and (record is not records[-1] or manifest["status"] != "running"):
                 raise ContractError(f"{path} lacks the digests of step {step}, which this run keeps; {REPAIR}")
             unproven.append(step)
     return unproven

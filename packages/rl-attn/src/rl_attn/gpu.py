@@ -86,8 +86,16 @@ def _processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def options(row: plans.Row, key_tile: int = 64) -> dict[str, Any]:
-    """Compiler options of a launch. Contraction is off; on CDNA the two switches that regroup sums are pinned."""
+# key rows of a stage, as plans count them
+STAGE_ROWS = 64
+
+
+def options(row: plans.Row, key_tile: int = STAGE_ROWS) -> dict[str, Any]:
+    """Compiler options of a launch. Contraction is off; on CDNA the two switches that regroup sums are pinned.
+
+    Args:
+        key_tile: of the contract, in kernels whose stages hold one each; others have a plan's stages as they are.
+    """
     found: dict[str, Any] = {"num_warps": row.warps, "num_stages": stages_for(row, key_tile), "enable_fp_fusion": False}
     if torch.version.hip is not None:
         found |= {"kpack": 1, "matrix_instr_nonkdim": 16}
@@ -97,8 +105,8 @@ def options(row: plans.Row, key_tile: int = 64) -> dict[str, Any]:
 
 
 def stages_for(row: plans.Row, key_tile: int) -> int:
-    """Plans are made for key tiles of 64; wider ones take the same room with fewer in flight."""
-    return max(1, row.stages * 64 // max(64, key_tile))
+    """Stages in flight: wider key tiles take the room of a plan's with fewer."""
+    return max(1, row.stages * STAGE_ROWS // max(STAGE_ROWS, key_tile))
 
 
 def ring_for(row: plans.Row, key_tile: int) -> int:

@@ -120,16 +120,21 @@ class StepLedger(Timeline):
         self._commit(event)
         return self.steps[-1]
 
-    def record(self, step: int, digests: Mapping[str, str]) -> None:
+    def record(self, step: int, digests: Mapping[str, str], *, consumed: bool = True) -> None:
         """Keep the sha256, by name, of what was written down about the step that consumed last.
 
         It reaches the disk with the next event that waits for it.
+
+        Args:
+            consumed: False for the step after it, which was sampled and will consume nothing, as one that failed its
+                checks: no version and no step follows it.
 
         Raises:
             ContractError: another step, one recorded before, or what is no sha256.
         """
         given = dict(digests) if isinstance(digests, Mapping) else digests
-        self._commit({"event": "record", "step": step, "digests": given}, wait=False)
+        event: Event = {"event": "record", "step": step, "digests": given}
+        self._commit(event if consumed else {**event, "consumed": False}, wait=False)
 
     def drop(self, sample_id: str, reason: str) -> None:
         """Say that a sample will never be consumed (aborted, too stale)."""

@@ -160,6 +160,8 @@ class Timeline:
             raise ContractError(f"version {version} does not belong to run {self.run_id}")
         if len(version.digest) != 64:
             raise ContractError(f"version {version} carries {len(version.digest)} digits; give the manifest's digest")
+        if version.step in self.recorded:
+            raise ContractError(f"version {version} is of a step that was recorded as one that consumes nothing")
         expected = 0 if self.served is None else self.served.step + 1
         if version.step != expected:
             raise ContractError(f"version {version} does not follow {self.served}; the next step is {expected}")
@@ -182,8 +184,11 @@ class Timeline:
 
     def _checked_record(self, event: Event) -> Recorded:
         step, digests = event["step"], event["digests"]
-        if not whole_number(step) or not self.steps or step != self.steps[-1].step or step in self.recorded:
-            raise ContractError(f"step {step!r} cannot be recorded; a step is, once, after it consumed its samples")
+        consumed = event.get("consumed", True)
+        expected = len(self.steps) - bool(consumed)
+        if not whole_number(step) or step != expected or step < 0 or step in self.recorded:
+            what = "after it consumed its samples" if consumed else "as the next one, which will consume nothing"
+            raise ContractError(f"step {step!r} cannot be recorded; a step is, once, {what}")
         if not isinstance(digests, Mapping) or not all(isinstance(d, str) and len(d) == 64 for d in digests.values()):
             raise ContractError(f"step {step}: give a sha256 of 64 digits for each name, got {digests!r}")
         return Recorded(int(step), dict(digests))
@@ -205,6 +210,8 @@ class Timeline:
         step, ids, served = int(event["step"]), [str(i) for i in event["ids"]], self._served()
         expected = self.steps[-1].step + 1 if self.steps else 0
         problems = []
+        if step in self.recorded:
+            problems.append("it was recorded as one that consumes nothing")
         if step != expected:
             problems.append(f"the next step is {expected}")
         if served.step != step:

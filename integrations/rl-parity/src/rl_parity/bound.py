@@ -1,0 +1,221 @@
+"""What binds a run's files to each other and to how it says it ended: its steps, evidence, pushes, and their digests.
+
+A run whose manifest has ``FILES`` keeps the digest of every step's record in its ledger, trained or not, and of its
+files in the manifest once it has ended. In an older run what has no digest is held against everything else there is.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_contract import ContractError, Profile
+from rl_parity.jsonfile import REPAIR, read_list, read_object, require
+from rl_parity.manifest import FILES, sections_missing
+from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, is_equal
+
+_OF_AN_ARM = ("steps.jsonl", "ledger.jsonl", "evidence.json", "sync.json")
+# whose kernels compute each boundary; a communicator of one rank launches nothing
+_PACKAGES = {
+    "attention": "rl_attn.",
+    "rotary": "rl_attn.",
+    "gemm.column": "rl_gemm.",
+    "gemm.row": "rl_gemm.",
+    "swiglu": "rl_gemm.",
+    "logprob": "rl_logprob.",
+    "norm": "rl_norm.",
+    "collective": "rl_comm.",
+}
+# one kernel may do several boundaries, which it is then counted for
+_ALSO = {"norm": ("rl_attn.",)}
+
+
+def file_digests(run: RunDirectory) -> dict[str, str]:
+    """sha256 of the files that say what a run did, by path below its directory, of arms that have steps.
+
+    Those of the samples are in the ledger.
+    """
+    names = [SUMMARY, *(f"{arm}/{name}" for arm in run.arms() for name in _OF_AN_ARM)]
+    paths = {name: run.root / name for name in names}
+    return {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in paths.items() if p.is_file()}
+
+
+def check_files(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
+    """Raise ContractError where a file is not the one that the run ended with; an old run has no digests of them."""
+    path = run.root / MANIFEST
+    if FILES not in manifest:
+        return
+    if missing := sections_missing(manifest):
+        raise ContractError(f"{path} lacks {', '.join(missing)}, which its version writes; {REPAIR}")
+    if manifest["status"] == "running":
+        return
+    told, found = manifest[FILES], file_digests(run)
+    if not isinstance(told, Mapping) or not told:
+        raise ContractError(f"{path}: {FILES} is {told!r}, supported is the sha256 of each file; {REPAIR}")
+    for name in sorted({*told, *found}):
+        if name not in found:
+            raise ContractError(f"{run.root / name} is missing; {REPAIR}")
+        if told.get(name) != found[name]:
+            raise ContractError(
+                f"{run.root / name} has sha256 {found[name][:12]}, {path} says {str(told.get(name))[:12]}; {REPAIR}"
+            )
+
+
+def bad(arm: str, record: Mapping[str, Any]) -> bool:
+    """Whether a run ends with this step: it was not compared, or is of the strict arm and not equal."""
+    return bool(record.get("not_compared")) or (arm == "strict" and not is_equal(record))
+
+
+def check_records(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ContractError where a step is trained that must not be, or the other way round, or follows a bad one."""
+    path = run.root / arm / "steps.jsonl"
+    for record in records:
+        step, trained = record["step"], record.get("loss") is not None
+        try:
+            # a mismatch of the training forward is found when the step is trained already
+            fit = not bad(arm, {**record, "forward_mismatch_count": 0})
+            wrong = bad(arm, record)
+        except (KeyError, TypeError) as error:
+            raise ContractError(f"{path}: step {step} says None where a count belongs ({error}); {REPAIR}") from error
+        if trained != fit:
+            why = "was compared and may be trained" if fit else "must not be trained"
+            raise ContractError(f"{path}: step {step} {why}, its loss is {record.get('loss')!r}; {REPAIR}")
+        if wrong and record is not records[-1]:
+            raise ContractError(f"{path}: a run ends with a step such as {step}, {len(records)} are there; {REPAIR}")
+
+
+def check_status(run: RunDirectory, manifest: Mapping[str, Any], records: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ContractError where the run ended otherwise than its status says.
+
+    Args:
+        records: of each arm that was asked for, in the order in which they run.
+    """
+    path, status, steps = run.root / MANIFEST, manifest["status"], manifest["config"]["steps"]
+    ended = [arm for arm, mine in records.items() if mine and bad(arm, mine[-1])]
+    if status == "running" and manifest.get("finished"):
+        raise ContractError(f"{path} says status running, and finished {manifest['finished']}; {REPAIR}")
+    if status == "mismatch" and not ended:
+        raise ContractError(f"{path} says status mismatch, every step in its records is equal; {REPAIR}")
+    if status == "finished":
+        for arm, mine in records.items():
+            if len(mine) != steps:
+                raise ContractError(
+                    f"{path} says finished after {steps} steps, {run.root / arm / 'steps.jsonl'} has {len(mine)}; "
+                    f"{REPAIR}"
+                )
+        if ended:
+            raise ContractError(f"{path} says finished, the last step of the {ended[0]} arm is not equal; {REPAIR}")
+    if status in ("finished", "mismatch"):
+        for arm, mine in records.items():
+            if extra := sorted(set(run.sample_steps(arm)) - {record["step"] for record in mine}):
+                where = run.samples_path(arm, extra[0])
+                raise ContractError(f"{where} is there, {run.root / arm / 'steps.jsonl'} has no such step; {REPAIR}")
+
+
+def check_evidence(
+    run: RunDirectory, arm: str, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ContractError where evidence is missing, or shows no such workers, contracts or kernels as the run had."""
+    path = run.root / arm / "evidence.json"
+    # written when a sitting ends; one that runs or was killed may have none yet
+    if manifest["status"] == "running" and not path.is_file():
+        return
+    read_object(path)
+    evidence = run.evidence(arm)
+    require(path, evidence, {"train": dict, "rollout": dict})
+    if manifest["status"] not in ("finished", "mismatch"):
+        # workers that ended with the run may have counted nothing
+        return
+    # the last sitting may have had nothing left to do; what earlier ones counted stands beside it
+    sittings = [evidence, *evidence.get("earlier", [])]
+    found = [list(_problems(arm, sitting, manifest, records)) for sitting in sittings]
+    if all(found):
+        raise ContractError(f"{path}: {found[0][0]}; {REPAIR}")
+
+
+def _problems(
+    arm: str, evidence: Mapping[str, Any], manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    config = manifest["config"]
+    train, rollout = config["train"], config["rollout"]
+    ranks = {"train": train["tp"] * train["cp"], "rollout": rollout["tp"] * rollout["engines"]}
+    # prompts go to engines in contiguous shares, of which the last ones may be empty
+    share = -(-config["batch"] // rollout["engines"])
+    shared = {"train": ranks["train"] > 1, "rollout": rollout["tp"] > 1}
+    reports = evidence.get("reports", {})
+    if not isinstance(reports, Mapping):
+        yield f"reports is {type(reports).__name__}, supported is a mapping"
+        return
+    profile = Profile.from_dict(manifest["profile"]) if "profile" in manifest else None
+    compared = not any(record.get("not_compared") for record in records)
+    for side, asked in ranks.items():
+        workers = evidence.get(side)
+        if not isinstance(workers, Mapping):
+            yield f"{side} is {workers!r}, supported is a mapping"
+            continue
+        if len(workers) != asked and not evidence.get("missing"):
+            yield f"{side} names {len(workers)} workers, the run had {asked}"
+        for name, rows in workers.items():
+            if not isinstance(rows, list) or not all(map(_is_row, rows)):
+                yield f"{side}, {name} holds what is no count of launches"
+                continue
+            report = reports.get(name)
+            if report is None and FILES in manifest:
+                yield f"{name} has no report"
+            elif report is not None and compared and profile is not None:
+                yield from _identity(arm, side, name, report, profile)
+            if arm == "strict" and profile is not None:
+                engine = name.removeprefix("engine-").partition("/")[0]
+                idle = side == "rollout" and engine.isdecimal() and int(engine) * share >= config["batch"]
+                wanted = set() if idle else set(profile.contracts) & _PACKAGES.keys()
+                yield from _kernels(side, name, rows, wanted if shared[side] else wanted - {"collective"})
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, Mapping)
+        and isinstance(row.get("boundary"), str)
+        and isinstance(row.get("kernel"), str)
+        and type(row.get("count")) is int
+        and row["count"] > 0
+    )
+
+
+def _identity(arm: str, side: str, name: str, report: Mapping[str, Any], profile: Profile) -> Iterator[str]:
+    if (report.get("mode", arm) == "strict") != (arm == "strict"):
+        yield f"{name} ran in mode {report['mode']}, which the {arm} arm does not"
+    held = report.get("fingerprint" if side == "train" else "profile")
+    if arm == "strict" and held != profile.fingerprint:
+        yield f"{name} held contract {str(held)[:12]}, the run's is {profile.fingerprint[:12]}"
+    if arm == "native" and side == "rollout" and held is not None:
+        yield f"{name} held contract {str(held)[:12]}, the native arm holds none"
+
+
+def _kernels(side: str, name: str, rows: Sequence[Mapping[str, Any]], wanted: set[str]) -> Iterator[str]:
+    for row in rows:
+        owner = _PACKAGES.get(row["boundary"])
+        if owner is None or not row["kernel"].startswith((owner, *_ALSO.get(row["boundary"], ()))):
+            yield f"{side}, {name} launched {row['kernel']} for {row['boundary']}, which is no kernel of that contract"
+    if missing := sorted(wanted - {row["boundary"] for row in rows}):
+        yield f"{side}, {name} launched no kernel for {', '.join(missing)}"
+
+
+def check_sync(run: RunDirectory, arm: str, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ContractError where no push published what a step of the last sitting used."""
+    path = run.root / arm / "sync.json"
+    if manifest["status"] == "running" and not path.is_file():
+        return
+    rows = read_list(path)
+    if not all(isinstance(row, dict) and {"state", "version"} <= row.keys() for row in rows):
+        raise ContractError(f"{path} holds what is no state of a push; {REPAIR}")
+    if manifest["status"] == "running":
+        return
+    sittings = manifest.get("sittings") or [{}]
+    # a sitting that was killed has written nothing about its pushes
+    first = (sittings[-1].get("from_step") or {}).get(arm, 0)
+    published = {row["version"] for row in rows if row["state"] == "published"}
+    for record in records[first:]:
+        if record.get("weight_version") not in published:
+            raise ContractError(
+                f"{path} has no published push of {record.get('weight_version')}, which step {record['step']} used; "
+                f"{REPAIR}"
+            )
