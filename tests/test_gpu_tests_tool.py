@@ -110,6 +110,23 @@ def test_bad_input_starts_no_test(tmp_path, options, names):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_project_that_is_cut_off_before_its_tests_are_known_is_no_success_and_says_so(tmp_path):
+    (tmp_path / "test_good.py").write_text(f"import time\ntime.sleep(600)\n{GOOD}")
+    done = run(tmp_path, "--limit", "3")
+    assert done.returncode == 1
+    assert "not ended before its tests were known, status -9" in done.stdout
+
+
+def test_bad_input_a_folder_that_cannot_be_made_starts_no_test(tmp_path):
+    (tmp_path / "test_good.py").write_text(GOOD)
+    (tmp_path / "file").write_text("kept")
+    command = [sys.executable, str(TOOL), str(tmp_path), "--out", str(tmp_path / "file" / "x")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "can be no folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_without_a_gpu_nothing_starts_and_one_line_says_so(tmp_path, monkeypatch):
     (tmp_path / "test_good.py").write_text(GOOD)
     (tmp_path / "bin").mkdir()
