@@ -185,6 +185,8 @@ CASES = {
     ),
     "status running": (manifest(status="running"), "says status running, and finished", True),
     "status of the summary": (manifest(status="interrupted"), "says status finished, manifest.json interrupted", False),
+    "no end": (manifest(finished=...), "says status finished with finished None", True),
+    "a reason": (manifest(reason="why"), "says status finished with finished", True),
     "a ledger without its last line": (ledger(lambda e: (e["event"], e.get("step")) != ("record", 3)), "step 3", True),
     "a ledger cut in its last line": (cut("strict/ledger.jsonl", 5), "is cut off in its last line", True),
     "a ledger without records": (ledger(lambda e: e["event"] != "record"), "lacks the digests of step 0", True),
@@ -224,6 +226,7 @@ SUMMARIES = {
     "another last reward": (summary(reward_last=0.75), "says reward_last 0.75"),
     "another mean difference": (summary(mean_abs_diff=1e-9), "says mean_abs_diff 1e-09"),
     "no warning": (summary(warnings=["x"]), "says warnings ['x']"),
+    "a figure of no step": (summary(k3=0.0), "says k3 of the strict arm, which no step bears out"),
     "a plant": (summary(plant="gemm.row"), "says plant gemm.row"),
 }
 

@@ -48,6 +48,12 @@ def check_files(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
         raise ContractError(f"{path} lacks {', '.join(missing)}, which its version writes; {REPAIR}")
     if manifest["status"] == "running":
         return
+    reason, finished = manifest.get("reason"), manifest.get("finished")
+    if not isinstance(finished, str) or (manifest["status"] == "finished" and reason is not None):
+        raise ContractError(
+            f"{path} says status {manifest['status']} with finished {finished!r} and reason {reason!r}, which do not "
+            f"belong together; {REPAIR}"
+        )
     told, found = manifest[FILES], file_digests(run)
     if not isinstance(told, Mapping) or not told:
         raise ContractError(f"{path}: {FILES} is {told!r}, supported is the sha256 of each file; {REPAIR}")

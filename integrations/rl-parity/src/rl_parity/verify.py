@@ -114,6 +114,10 @@ def _told(
             raise ContractError(
                 f"{run.root / SUMMARY} says {key} {given} of the {arm} arm, its steps and samples say {value}; {REPAIR}"
             )
+    if unknown := sorted(told.keys() - found.keys() - {"plant"}):
+        raise ContractError(
+            f"{run.root / SUMMARY} says {unknown[0]} of the {arm} arm, which no step bears out; {REPAIR}"
+        )
     seconds = told.get("seconds")
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
         raise ContractError(f"{run.root / SUMMARY} says seconds {seconds!r} of the {arm} arm; {REPAIR}")
