@@ -1,9 +1,12 @@
 """The forms of a GPU's reductions among simulated ranks of one device: neither size nor form shows in the bits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rl_comm import TreeCommunicator, tree_sum
+from rl_comm import TreeCommunicator, board, device, tree_sum
+from rl_comm.mover import Call
 from rl_contract import launches, reset_launches
 from rl_contract.testing import ThreadRank, on_ranks
 
@@ -84,6 +87,63 @@ def test_form_and_size_never_show(world, device):
                 assert all(same_bits(y, want.to(out_dtype)) for y in got), (n, out_dtype, limit)
     plans = {row["plan"] for row in launches() if row["kernel"] == "rl_comm.threads.all_reduce"}
     assert plans == {"one-shot", "two-shot"}
+
+
+def test_a_call_is_agreed_on_once_in_either_form(monkeypatch):
+    """NCCL's part played by threads: what ranks say on the host before anything moves is one call, not its steps."""
+
+    def gathered(out, payload, group):
+        out.copy_(ThreadMover(group).gather(None, payload).view_as(out))
+
+    def scattered(out, payload, group):
+        out.copy_(ThreadMover(group).scatter(None, payload))
+
+    monkeypatch.setattr(device.dist, "all_gather_into_tensor", gathered)
+    monkeypatch.setattr(device.dist, "all_to_all_single", scattered)
+    x = partials(2, (4097,), 1, "cpu")
+
+    def said(rank, limit):
+        calls = []
+        mover = device.NcclMover(rank, rank.rank, 2, SimpleNamespace(agree=calls.append))
+        comm = TreeCommunicator.over({"cpu": mover}, rank.rank, 2, limit)
+        assert same_bits(comm.all_reduce(x[rank.rank], out_dtype=torch.bfloat16), by_steps(x).bfloat16())
+        return [call.op for call in calls]
+
+    for limit in (0, 1 << 40):
+        assert on_ranks(2, lambda r, limit=limit: said(r, limit)) == [["all_reduce"]] * 2
+
+
+def test_a_rank_waits_awake_for_a_peer_that_is_busy_and_asleep_for_one_that_is_away(monkeypatch):
+    call = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda")
+    memory = bytearray(4096)
+    shared = SimpleNamespace(memory=memory, pids=None)
+    ranks = [board.Board(SimpleNamespace(rank=r, world_size=2), shared, 60.0) for r in range(2)]
+    clock, yields, naps = [0.0], [], []
+
+    def busy():
+        clock[0] += 1e-4
+        yields.append(1)
+        if len(yields) == 40:
+            # what a peer's own agree writes first
+            ranks[1]._wait = lambda peer, mine: mine
+            ranks[1].agree(call)
+
+    monkeypatch.setattr(board, "_yield", busy)
+    monkeypatch.setattr(board.time, "monotonic", lambda: clock[0] or 1e-9)
+    monkeypatch.setattr(board.time, "sleep", naps.append)
+    ranks[0].agree(call)
+    assert len(yields) == 40
+    assert not naps
+
+    def away(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            ranks[1].agree(call)
+
+    monkeypatch.setattr(board.time, "sleep", away)
+    ranks[0].agree(call)
+    assert len(naps) == 3
+    assert len(yields) < 100
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])

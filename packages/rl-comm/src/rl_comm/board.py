@@ -5,6 +5,7 @@ call is written to a board in shared memory, a rank goes ahead once it has read 
 device is touched: this costs microseconds of the host. A replayed graph makes no calls.
 """
 
+import os
 import struct
 import time
 import zlib
@@ -16,9 +17,13 @@ from rl_comm.shared_memory import Shared, look, share
 _TAIL = struct.Struct("qq")  # the call's number, and a check over both
 _FILLED = HEADER_BYTES + _TAIL.size
 _ROW_BYTES = 256
-# a waiting rank first spins, then lets others have its core, then sleeps
-_SPINS, _YIELDS = 100, 1000
+# A waiting rank first spins, then lets others have its core, then sleeps. A kernel lets no sleep end early, also one of
+# zero seconds, so a rank that sleeps is late itself, and its peers sleep in their turn: a peer that is busy with its
+# own launches is waited for awake.
+_SPINS = 100
+_AWAKE_SECONDS = 5e-3
 _PAUSE_SECONDS = 2e-5
+_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 # how often a waiting rank looks whether the peer it waits for still lives
 _LOOK_SECONDS = 2
 
@@ -68,13 +73,14 @@ class Board:
             if number == self._number and check == zlib.crc32(found[:HEADER_BYTES]) ^ number:
                 return found
             spins += 1
-            if spins < _YIELDS:
-                if spins > _SPINS:
-                    time.sleep(0)
+            if spins <= _SPINS:
                 continue
-            time.sleep(_PAUSE_SECONDS)
             now = time.monotonic()
             started, looked = started or now, looked or now
+            if now - started < _AWAKE_SECONDS:
+                _yield()
+                continue
+            time.sleep(_PAUSE_SECONDS)
             if now - looked > _LOOK_SECONDS:
                 looked = now
                 look(peer, self._shared.pids, started + self._timeout_s, self._timeout_s)

@@ -242,7 +242,7 @@ class TreeCommunicator:
         if flat.numel() % self.world_size:
             flat = torch.nn.functional.pad(flat, (0, width * self.world_size - flat.numel()))
         mine = self._sum_slices(call, flat.view(self.world_size, width), out_dtype)
-        out = self._gather(self._call("all_gather", mine), mine).reshape(-1)
+        out = self._gather(replace(self._call("all_gather", mine), agreed=True), mine).reshape(-1)
         self._record("all_reduce", "two-shot", partial)
         if partial.numel() < out.numel():
             # an output is its own tensor, never a view of a longer one

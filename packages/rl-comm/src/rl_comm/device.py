@@ -28,7 +28,8 @@ class NcclMover:
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
-        self._agreement.agree(call)
+        if not call.agreed:
+            self._agreement.agree(call)
         return self._gather(payload)
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:

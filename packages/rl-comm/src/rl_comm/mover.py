@@ -46,6 +46,8 @@ class Call:
     device: str = "cpu"
     # this rank refuses the call; it says so, so that no peer goes on without it
     refused: bool = False
+    # a further step of a call that all ranks have made alike, which leaves it no choice; no word of the header
+    agreed: bool = False
 
     def words(self) -> list[int]:
         head = [
