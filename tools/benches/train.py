@@ -128,6 +128,8 @@ def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     from rl_megatron import ParallelConfig, topology
 
     end = time.monotonic() + budget
+    # as TrainerRank has it: a step's few operations on the host are small
+    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         topology.start(0, ParallelConfig(), f"file://{folder}/init", device="cuda:0")

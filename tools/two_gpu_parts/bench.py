@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 TOKENS, LAYERS = 8192, 4
@@ -21,6 +23,8 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
     from rl_megatron import ParallelConfig, topology
 
     stage("imported")
+    # as TrainerRank has it: two ranks' threads on one host would wait for one another
+    torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, tp, cp in (("TP2", 2, 1), ("CP2", 1, 2)):
         parallel = ParallelConfig(tp=tp, cp=cp)

@@ -42,11 +42,14 @@ def test_layout_any_spread_gives_packed_order_and_every_row_of_the_gradient(toke
                 [(dy[:, n, None] * every).double().sum(0).float() for n in range(first, last)]
             ),
         )
-        return every, grad
+        grown = torch.arange(3.0 * size).view(size, 3)
+        shards.add_weight_grad(grown, lambda part, first, last: part.add_(whole[first:last]))
+        return every, grad, grown
 
-    for every, grad in on_ranks(world, rank):
+    for every, grad, grown in on_ranks(world, rank):
         assert torch.equal(every, x)
         assert torch.equal(grad, whole)
+        assert torch.equal(grown, torch.arange(3.0 * size).view(size, 3) + whole)
 
 
 @pytest.mark.parametrize("places", [[[0, 1], [1, 2]], [[0], [2]], [[0, 1]], [[0], [1], [2]]])

@@ -1,12 +1,14 @@
 """Gradients: order, accuracy, main_grad, and repeat."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import rl_gemm
 from rl_contract import ContractError, TokenShards
 from rl_contract.testing import on_ranks
-from rl_gemm import ops, reference
+from rl_gemm import layers, ops, reference
 
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -160,6 +162,18 @@ def test_layout_weight_gradients_over_context_parallel_ranks_equal_one_rank(dtyp
     one = gradients(x, dy, None)
     for got in on_ranks(world, rank):
         assert all(torch.equal(a, b) for a, b in zip(got, one, strict=True))
+
+    def in_place(comm):
+        """A GPU's path: the parameter's main_grad grows where it lies."""
+        mine = places[comm.rank]
+        rows, grad = (torch.where(mine[:, None] >= 0, t[mine], torch.nan) for t in (x, dy))
+        shards, total = TokenShards(comm, places), held.clone()
+        parameter = SimpleNamespace(is_cuda=True, main_grad=total, shape=total.shape, device=total.device)
+        assert layers._weight_gradient(parameter, shards.gather(grad), rows, "gemm.column", shards) is None
+        return total
+
+    for got in on_ranks(world, in_place):
+        assert torch.equal(got, held + ops.grad_weight(dy, x))
 
     def parts_joined(comm):
         mine = places[comm.rank][:-1]

@@ -207,7 +207,10 @@ class PackedBatch:
         return rl_attn.cp_rows(self.cu_seqlens, rank, self.cp, self.layout)
 
     def for_rank(self, rank: int) -> RankBatch:
-        """The part of one context parallel rank."""
+        """The part of one context parallel rank, on the host."""
+        return self.once(("host", rank), lambda: self._for_rank(rank))
+
+    def _for_rank(self, rank: int) -> RankBatch:
         ids, positions, rows, targets = self._packed
         mine = self.rank_tokens(rank)
         local = torch.full((self.tokens,), -1, dtype=torch.int64)

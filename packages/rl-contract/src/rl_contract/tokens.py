@@ -74,17 +74,33 @@ class TokenShards:
 
         Shares are equal; where they do not divide ``size`` the last ones overlap, with the same bits.
         """
-        world = self.comm.world_size
-        step = -(-size // world)
-        firsts = [min(rank * step, size - step) for rank in range(world)]
+        firsts, step = self._shares(size)
         mine = firsts[self.comm.rank]
         parts = self.comm.all_gather(compute(mine, mine + step)[None], dim=0)
-        if step * world == size:
+        if step * len(firsts) == size:
             return parts.flatten(0, 1)
         out = parts.new_empty((size, *parts.shape[2:]))
         for first, part in zip(firsts, parts):
             out[first : first + step] = part
         return out
+
+    def add_weight_grad(self, total: torch.Tensor, add: Callable[[torch.Tensor, int, int], None]) -> None:
+        """``total`` [size, ...], the same on every rank, grows in place: ``add(part, first, last)`` adds all tokens to
+        this rank's rows, ``part = total[first:last]``; those of peers are taken over as they are.
+        """
+        firsts, step = self._shares(len(total))
+        mine = firsts[self.comm.rank]
+        part = total[mine : mine + step]
+        add(part, mine, mine + step)
+        for rank, theirs in enumerate(self.comm.all_gather(part[None], dim=0)):
+            if rank != self.comm.rank:
+                total[firsts[rank] : firsts[rank] + step] = theirs
+
+    def _shares(self, size: int) -> tuple[list[int], int]:
+        """Each rank's first row, and how many it has."""
+        world = self.comm.world_size
+        step = -(-size // world)
+        return [min(rank * step, size - step) for rank in range(world)], step
 
 
 def _is_places(value: Any) -> bool:

@@ -80,19 +80,17 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, token
         ops.add_grad_weight(total, dy, x, boundary)
         return None
     every = tokens.gather(x)
-
-    def share(first: int, last: int) -> Tensor:
-        part = dy[:, first:last].contiguous()
-        if total is None:
-            return ops.grad_weight(part, every, boundary)
-        grown = total[first:last].clone()
-        ops.add_grad_weight(grown, part, every, boundary)
-        return grown
-
-    whole = tokens.weight_grad(dy.shape[1], share)
     if total is None:
-        return add_to_main_grad(weight, whole)
-    total.copy_(whole)
+
+        def share(first: int, last: int) -> Tensor:
+            return ops.grad_weight(dy[:, first:last].contiguous(), every, boundary)
+
+        return add_to_main_grad(weight, tokens.weight_grad(dy.shape[1], share))
+
+    def add(part: Tensor, first: int, last: int) -> None:
+        ops.add_grad_weight(part, dy[:, first:last].contiguous(), every, boundary)
+
+    tokens.add_weight_grad(total, add)
     return None
 
 
