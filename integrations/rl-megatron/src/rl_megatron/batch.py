@@ -16,6 +16,8 @@ from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.devices import to_device
 
 T = TypeVar("T")
+# integers that need no look at each; a bool's type is another
+_PLAIN = {int, np.int32, np.int64}
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class PackedBatch:
         if problems:
             return problems
         tokens = [*sample.prompt, *sample.response]
+        plain = set(map(type, tokens)) <= _PLAIN
         if not len(sample.prompt):
             problems.append(
                 f"sample {index} has an empty prompt; its first response token has no row to be scored from"
@@ -133,11 +136,12 @@ class PackedBatch:
             problems.append(
                 f"sample {index} has {len(tokens)} tokens, the model has {self.max_positions} positions; cut the sample"
             )
-        wrong = [t for t in tokens if not _is_integer(t)]
+        wrong = [] if plain else [t for t in tokens if not _is_integer(t)]
         if wrong:
             problems.append(f"sample {index} has token id {wrong[0]!r}, supported: integers; give the tokenizer's ids")
             return problems
-        outside = [t for t in tokens if not 0 <= t < self.vocab_size]
+        inside = plain and tokens and min(tokens) >= 0 and max(tokens) < self.vocab_size
+        outside = [] if inside else [t for t in tokens if not 0 <= t < self.vocab_size]
         if outside:
             problems.append(f"sample {index} has token id {outside[0]}, supported: 0 to {self.vocab_size - 1}")
         if sample.mask is not None and len(sample.mask) != len(sample.response):
@@ -196,7 +200,7 @@ class PackedBatch:
             # a numpy array behind += would be added element by element
             targets.extend(sample.response)
             start += length
-        as_tensor = [torch.tensor(x, dtype=torch.int64) for x in (ids, positions, rows, targets)]
+        as_tensor = [torch.from_numpy(np.fromiter(x, np.int64, len(x))) for x in (ids, positions, rows, targets)]
         return as_tensor[0], as_tensor[1], as_tensor[2], as_tensor[3]
 
     def rank_tokens(self, rank: int) -> Tensor:
