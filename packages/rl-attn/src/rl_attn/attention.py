@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rl_attn import gpu, memory, metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
+from rl_attn import gpu, metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
 from rl_attn.checks import (
     check_call,
     refuse_variants,
@@ -15,13 +15,12 @@ from rl_attn.checks import (
     require_heads,
     require_indices,
     require_kind,
-    require_tensor,
     require_tiles,
-    whole_number,
 )
 from rl_attn.paged import PagedKV
 from rl_attn.rope import RopeTable
-from rl_contract import ContractError
+from rl_contract import ContractError, memory
+from rl_contract.checks import require_tensor, whole_number
 from rl_contract.profile import KEY_TILE, SEGMENT
 
 

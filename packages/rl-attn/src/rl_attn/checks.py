@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from rl_contract import ContractError, MissingSupport
+from rl_contract.checks import require_tensor, whole_number
 
 FAMILIES = ("segments", "nosplit")
 # kernels take scale, and scale * log2(e), as normal fp32 numbers
@@ -29,13 +30,6 @@ def require_device(where: str, *tensors: torch.Tensor) -> None:
         )
 
 
-def require_tensor(where: str, name: str, x: Any) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ContractError(f"{where} got {name} as {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one")
-    if x.layout != torch.strided:
-        raise ContractError(f"{where} got {name} as {x.layout}; supported: torch.strided, pass {name}.to_dense()")
-
-
 def require_kind(where: str, name: str, x: Any, kind: type, remedy: str) -> None:
     if not isinstance(x, kind):
         raise ContractError(
@@ -55,11 +49,6 @@ def require_heads(where: str, q_heads: int, kv_heads: int, head_dim: int) -> Non
         raise ContractError(f"{where} got {q_heads} query heads and {kv_heads} kv heads; Hq must be a multiple of Hkv")
     if head_dim < 8 or head_dim > 256 or head_dim % 8:
         raise ContractError(f"{where} got head_dim={head_dim}; supported: multiples of 8 up to 256, pad q, k and v")
-
-
-def whole_number(value: Any) -> bool:
-    """A Python or NumPy integer; True is none, nor is 512.0."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def require_indices(where: str, **tensors: torch.Tensor) -> None:

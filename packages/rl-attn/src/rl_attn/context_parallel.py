@@ -13,10 +13,11 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rl_attn.attention import attention_packed
-from rl_attn.checks import check_call, require_cu_seqlens, require_family, require_indices, require_tensor, whole_number
+from rl_attn.checks import check_call, require_cu_seqlens, require_family, require_indices
 from rl_attn.ops import packed
 from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
 from rl_contract import Communicator, ContractError
+from rl_contract.checks import require_tensor, whole_number
 from rl_contract.devices import to_device
 from rl_contract.profile import KEY_TILE, SEGMENT
 from rl_contract.tokens import check_peers

@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from rl_attn import cpu_rotary, gpu, gpu_rotary, ops
-from rl_attn.checks import (
-    require_device,
-    require_dtype,
-    require_heads,
-    require_indices,
-    require_kind,
-    require_tensor,
-)
+from rl_attn.checks import require_device, require_dtype, require_heads, require_indices, require_kind
 from rl_attn.paged import PagedKV
 from rl_attn.rope import RopeTable
 from rl_contract import ContractError, Launch, record_launch
+from rl_contract.checks import require_tensor
 
 
 @torch.library.custom_op("rl_attn::norm_rotary_write", mutates_args=("k_cache", "v_cache"), device_types="cpu")

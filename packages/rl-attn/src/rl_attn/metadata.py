@@ -7,8 +7,9 @@ looked at there and stop nothing.
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rl_attn.checks import require_cu_seqlens, require_tensor
+from rl_attn.checks import require_cu_seqlens
 from rl_contract import ContractError
+from rl_contract.checks import require_tensor
 from rl_contract.devices import to_device
 
 Metadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_attn import memory
-from rl_attn.checks import require_indices, require_tensor, whole_number
-from rl_contract import ContractError
+from rl_attn.checks import require_indices
+from rl_contract import ContractError, memory
+from rl_contract.checks import require_tensor, whole_number
 
 LAYOUTS = ("vllm_cpu", "vllm_split")
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from rl_attn import cpu_rotary
-from rl_attn.checks import require_tensor, whole_number
 from rl_attn.contract import SCALING_TYPES
 from rl_contract import ContractError
+from rl_contract.checks import require_tensor, whole_number
 
 MAX_POSITIONS = 2**20
 

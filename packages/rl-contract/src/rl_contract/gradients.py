@@ -3,6 +3,7 @@
 import torch
 
 from rl_contract.errors import ContractError
+from rl_contract.memory import distinct
 
 
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
@@ -18,7 +19,7 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
         given = type(found).__name__
     elif found.dtype != torch.float32 or found.shape != weight.shape or found.device != weight.device:
         given = f"{found.dtype} {tuple(found.shape)} on {found.device}"
-    elif found.layout != torch.strided or not _apart(found):
+    elif found.layout != torch.strided or not distinct(zip(found.shape, found.stride())):
         given = str(found.layout)
         if found.layout == torch.strided:
             given = f"a view with strides {found.stride()}, in which elements share memory"
@@ -28,18 +29,6 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
         f"weight.main_grad is {given}; supported: torch.float32 {tuple(weight.shape)} on {weight.device}, added to in "
         "place; keep gradients in fp32, or remove main_grad to get the gradient in weight's type"
     )
-
-
-def _apart(x: torch.Tensor) -> bool:
-    """Whether every element has a place of its own: each stride reaches past all that the smaller ones span."""
-    if x.is_contiguous():
-        return True
-    span = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
-        if stride < span:
-            return False
-        span += stride * (size - 1)
-    return True
 
 
 def add_to_main_grad(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rl_contract.checks import whole_number
 from rl_contract.communicator import Communicator
 from rl_contract.devices import to_device
 from rl_contract.errors import ContractError
@@ -107,10 +108,6 @@ def _is_places(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 1
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check_peers(where: str, comm: Any, tokens: Any = None) -> None:
     """Refuse a ``comm`` or ``tokens`` of another kind at once, not when a gradient first needs it.
 
@@ -121,7 +118,7 @@ def check_peers(where: str, comm: Any, tokens: Any = None) -> None:
     if comm is not None:
         rank: Any = getattr(comm, "rank", None)
         world: Any = getattr(comm, "world_size", None)
-        if not _whole(rank) or not _whole(world) or not 0 <= rank < world:
+        if not whole_number(rank) or not whole_number(world) or not 0 <= rank < world:
             raise ContractError(
                 f"{where} got comm={comm!r}; supported: None for one rank, or a Communicator, whose rank and "
                 "world_size are integers; wrap a process group by rl_comm"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.arrays import as_array
+from rl_contract.checks import require_tensor
 from rl_contract.threads import for_ranges
 from rl_gemm import cpu, cpu_swiglu
 from rl_gemm.contract import TOKEN_BLOCK
@@ -18,12 +19,8 @@ _COLUMN, _ROW = "gemm.column", "gemm.row"
 def check_tensors(where: str, **given: Any) -> None:
     """Each a dense tensor; None where it is ``bias``."""
     for name, x in given.items():
-        if not isinstance(x, Tensor) and not (x is None and name == "bias"):
-            raise ContractError(
-                f"{where} got {name} as {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one"
-            )
-        if x is not None and x.layout != torch.strided:
-            raise ContractError(f"{where} got {name} as {x.layout}; supported: torch.strided, pass {name}.to_dense()")
+        if x is not None or name != "bias":
+            require_tensor(where, name, x)
 
 
 def check_type(what: str, x: Tensor) -> None:

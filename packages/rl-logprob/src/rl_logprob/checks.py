@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError, MissingSupport
+from rl_contract.checks import tensor_problem, whole_number
 from rl_logprob.contract import MAX_VOCAB_TILE
 
 _FP32_MAX = torch.finfo(torch.float32).max
-
-
-def whole_number(value: Any) -> bool:
-    """A Python or NumPy integer; True is none, nor is 512.0."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def number(value: Any) -> bool:
@@ -57,10 +53,8 @@ def check_logits(logits: Tensor, vocab_size: int) -> None:
 
 def check_tensor(name: str, x: Any) -> None:
     """A dense tensor on a device that has kernels."""
-    if not isinstance(x, Tensor):
-        raise ContractError(f"{name} is {type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one")
-    if x.layout != torch.strided:
-        raise ContractError(f"{name} is {x.layout}; supported: torch.strided, pass {name}.to_dense()")
+    if problem := tensor_problem(name, x):
+        raise ContractError(f"{name} is {problem}")
     check_device(x)
 
 

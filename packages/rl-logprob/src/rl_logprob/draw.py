@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError
+from rl_contract.memory import reach
 from rl_logprob import gpu, ops
 from rl_logprob.checks import check_logits, check_tensor, check_vocab
 from rl_logprob.sampling import sample_op
@@ -102,14 +103,8 @@ def _check_here(name: str, x: Tensor, logits: Tensor) -> None:
 
 def _check_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     """Raise if what is written shares memory with anything else."""
-    spans = [(name, *_span(x)) for name, x in (*written.items(), *read.items()) if x.numel()]
+    spans = [(name, *reach(x)) for name, x in (*written.items(), *read.items()) if x.numel()]
     for i, (name, first, end) in enumerate(spans[: len(written)]):
         for other, start, stop in spans[i + 1 :]:
             if first < stop and start < end:
                 raise ContractError(f"{name} shares memory with {other}; give it memory of its own")
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first element and past its last."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

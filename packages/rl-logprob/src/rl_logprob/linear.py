@@ -11,18 +11,11 @@ from torch import Tensor
 import rl_gemm
 import rl_gemm.ops
 from rl_contract import Communicator, ContractError, SingleRank, TokenShards
+from rl_contract.checks import whole_number
 from rl_contract.gradients import main_grad_of
 from rl_contract.tokens import check_peers
 from rl_logprob import gpu, linear_gpu, linear_shared, ops
-from rl_logprob.checks import (
-    check_targets,
-    check_tensor,
-    check_vocab,
-    refuse_nonfinite,
-    refuse_rows,
-    row_temperature,
-    whole_number,
-)
+from rl_logprob.checks import check_targets, check_tensor, check_vocab, refuse_nonfinite, refuse_rows, row_temperature
 from rl_logprob.scores import Nonfinite
 from rl_logprob.support import Support, SupportIds, check_support, key_of, refuse_empty
 

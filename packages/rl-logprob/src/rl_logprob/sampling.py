@@ -16,10 +16,11 @@ from torch import Tensor
 
 from rl_contract import ContractError, Launch, record_launch
 from rl_contract.arrays import as_array
+from rl_contract.checks import whole_number
 from rl_contract.jit import kernel
 from rl_contract.primitives import log_f64
 from rl_contract.threads import for_ranges
-from rl_logprob.checks import check_logits, check_tensor, check_vocab, row_temperature, whole_number
+from rl_logprob.checks import check_logits, check_tensor, check_vocab, row_temperature
 from rl_logprob.cpu import dropped
 from rl_logprob.ops import support_arrays
 from rl_logprob.support import Support, masked_logits, refuse_undrawn

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rl_contract import ContractError
-from rl_logprob.checks import number, whole_number
+from rl_contract.checks import whole_number
+from rl_logprob.checks import number
 
 MODES = ("processed", "raw")
 

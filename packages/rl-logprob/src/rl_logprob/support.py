@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError
+from rl_contract.checks import whole_number
 from rl_logprob import ops
-from rl_logprob.checks import check_logits, check_tensor, check_vocab, number, row_temperature, whole_number
+from rl_logprob.checks import check_logits, check_tensor, check_vocab, number, row_temperature
 from rl_logprob.contract import SUPPORT_MAX_VOCAB
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator, ContractError, TokenShards
+from rl_contract.checks import require_tensor
 from rl_contract.gradients import add_to_main_grad, main_grad_of
 from rl_contract.tokens import check_peers
 from rl_norm import ops
@@ -99,14 +100,8 @@ def rms_norm(
         MissingSupport: a device without kernels.
     """
     for name, given in (("x", x), ("weight", weight), ("residual", residual)):
-        if not isinstance(given, Tensor) and (given is not None or name != "residual"):
-            raise ContractError(
-                f"rms_norm got {name} as {type(given).__name__} {str(given)[:40]!r}; supported: a tensor, make one"
-            )
-        if given is not None and given.layout != torch.strided:
-            raise ContractError(
-                f"rms_norm got {name} as {given.layout}; supported: torch.strided, pass {name}.to_dense()"
-            )
+        if given is not None or name != "residual":
+            require_tensor("rms_norm", name, given)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
     if not isinstance(eps, (int, float)) or isinstance(eps, bool):

@@ -1,0 +1,28 @@
+"""What the public functions of every package refuse alike: what is no tensor, and what is no integer."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_contract.errors import ContractError
+
+
+def whole_number(value: Any) -> bool:
+    """A Python or NumPy integer; True is none, nor is 512.0."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def tensor_problem(name: str, x: Any) -> str | None:
+    """What argument ``name`` is in place of a dense tensor, and what to do; None where it is one."""
+    if not isinstance(x, torch.Tensor):
+        return f"{type(x).__name__} {str(x)[:40]!r}; supported: a tensor, make one"
+    if x.layout != torch.strided:
+        return f"{x.layout}; supported: torch.strided, pass {name}.to_dense()"
+    return None
+
+
+def require_tensor(where: str, name: str, x: Any) -> None:
+    """Raise ContractError, which says what ``where`` was given as ``name``, unless that is a dense tensor."""
+    if problem := tensor_problem(name, x):
+        raise ContractError(f"{where} got {name} as {problem}")
