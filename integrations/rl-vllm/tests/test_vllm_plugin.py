@@ -1,8 +1,5 @@
-"""What rl-vllm decides without starting an engine: settings, preflight, arguments, scope, layers, reports."""
+"""What rl-vllm decides without starting an engine: settings, preflight, scope, layers, reports."""
 
-import json
-import os
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -62,6 +59,12 @@ def test_bad_input_settings_name_what_is_unsupported(changes, named):
 def test_bad_input_folder_without_config(tmp_path):
     with pytest.raises(ContractError, match=r"config\.json"):
         rl_vllm.settings_from_hf(tmp_path, leaves=1)
+
+
+@pytest.mark.parametrize("given", [None, "", 3, b"x"])
+def test_bad_input_what_is_no_model_config_is_refused_by_name(given):
+    with pytest.raises(ContractError, match="as a model config; supported: a checkpoint folder"):
+        rl_vllm.settings_from_hf(given, leaves=1)
 
 
 # preflight
@@ -124,220 +127,6 @@ def test_bad_input_missing_hook_is_named(monkeypatch):
 
     with pytest.raises(MissingSupport, match=r"Sampler\.gone"):
         register()
-
-
-# arguments
-
-
-def test_off_returns_the_overrides_alone(profile):
-    assert rl_vllm.engine_args(profile, mode="off", model="m", seed=3) == {"model": "m", "seed": 3}
-
-
-def test_bad_input_mode_and_excluded_plugin(profile, monkeypatch):
-    with pytest.raises(ContractError, match="mode='fast'"):
-        rl_vllm.engine_args(profile, mode="fast")
-    monkeypatch.setenv("VLLM_PLUGINS", "")
-    with pytest.raises(ContractError, match="VLLM_PLUGINS=''"):
-        rl_vllm.engine_args(profile, model="m")
-
-
-@pytest.mark.field_report("R01")
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"logprobs_mode": "raw_logits"}, "logprobs_mode='raw_logits'"),
-        ({"generation_config": "/some/where"}, "generation_config"),
-        ({"worker_cls": "other.Worker"}, "worker_cls"),
-        ({"quantization": "fp8"}, "quantization='fp8'"),
-        ({"logits_processors": ["a:B"]}, "logits_processors"),
-    ],
-)
-def test_bad_input_argument_that_contradicts_strict_mode(profile, changes, named):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from rl_vllm.arguments import apply_strict
-
-    arguments = EngineArgs(**{**rl_vllm.engine_args(profile, model="m"), **changes})
-    with pytest.raises(ContractError, match=named):
-        apply_strict(arguments)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"logprobs_mode": "raw_logprobs"},
-        {"generation_config": "auto"},
-        {"enforce_eager": False},
-        {"async_scheduling": True},
-        {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
-    ],
-)
-def test_bad_input_a_default_of_vllm_that_was_given_is_no_default(profile, given):
-    (field,) = given
-    with pytest.raises(ContractError, match=f"{field}=.*strict mode needs"):
-        rl_vllm.engine_args(profile, model="m", **given)
-    with pytest.raises(ContractError, match=f"{field}=.*additional_config=3"):
-        rl_vllm.engine_args(profile, model="m", additional_config=3, **given)
-    assert rl_vllm.engine_args(profile, mode="off", **given) == given
-
-
-def test_arguments_that_leave_the_choice_to_strict_mode_are_taken(profile):
-    from rl_vllm import platform
-
-    wanted = {field: value for field, (value, _) in platform.current().fields.items()}
-    for given in (wanted, dict.fromkeys(wanted), {"worker_cls": "auto"}):
-        rl_vllm.engine_args(profile, model="m", **given)
-
-
-OPTIONS = [
-    ({"rl_fuse": False}, "'rl_fuse'"),
-    ({"rl_sampling_graph": True}, "'rl_sampling_graph'"),
-    ({"RL_FUSED": False}, "'RL_FUSED'"),
-    ({"rl-fused": False}, "'rl-fused'"),
-    ({" rl_fused": False}, "' rl_fused'"),
-    ({"rl_": 1}, "'rl_'"),
-    ({"rl_strict": "f"}, "rl_strict='f'"),
-    ({"rl_sampling_graphs": "False"}, "rl_sampling_graphs='False'"),
-    ({"rl_sampling_graphs": 0}, "rl_sampling_graphs=0"),
-    ({"rl_sampling_graphs": None}, "rl_sampling_graphs=None"),
-    ({"rl_fused": "no"}, "rl_fused='no'"),
-]
-
-
-@pytest.mark.parametrize(("given", "named"), OPTIONS)
-def test_bad_input_what_is_spelled_like_an_option_and_is_none_is_refused(profile, given, named):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from rl_vllm.arguments import apply_strict
-
-    good = {"someone": 1, "rl_fused": True, "rl_sampling_graphs": False}
-    with pytest.raises(ContractError, match=re.escape(f"additional_config has {named}")):
-        rl_vllm.engine_args(profile, model="m", additional_config={**good, **given})
-    arguments = EngineArgs(**rl_vllm.engine_args(profile, model="m", additional_config=good))
-    apply_strict(arguments)
-    assert arguments.additional_config == {**good, "rl_strict": profile.fingerprint}
-    # arguments from which one engine was made may make another
-    apply_strict(arguments)
-    arguments.additional_config = {**good, **given}
-    with pytest.raises(ContractError, match=re.escape(f"additional_config has {named}")):
-        apply_strict(arguments)
-
-
-def test_bad_input_options_of_strict_mode_do_nothing_in_audit_mode_and_are_refused(profile):
-    with pytest.raises(ContractError, match="rl_fused is an option of strict mode"):
-        rl_vllm.engine_args(profile, mode="audit", model="m", additional_config={"rl_fused": False})
-    for given in ({"rl_fuse": False}, 3):
-        with pytest.raises(ContractError, match="audit engine arguments: additional_config"):
-            rl_vllm.engine_args(profile, mode="audit", model="m", additional_config=given)
-
-
-@pytest.mark.parametrize("given", [None, "", 3, b"x"])
-def test_bad_input_what_is_no_model_config_is_refused_by_name(given):
-    with pytest.raises(ContractError, match="as a model config; supported: a checkpoint folder"):
-        rl_vllm.settings_from_hf(given, leaves=1)
-
-
-@pytest.mark.parametrize("given", [None, "p.json", {}])
-def test_bad_input_an_engine_is_held_against_a_profile(given):
-    from types import SimpleNamespace
-
-    from rl_vllm import client
-
-    with pytest.raises(ContractError, match="assert_strict got profile="):
-        client.assert_strict(SimpleNamespace(), given)
-
-
-def test_serve_flag_carries_the_profile(profile, tmp_path):
-    from rl_vllm.config import carried
-
-    flag, value = rl_vllm.serve_flags(profile, tmp_path / "profile.json")
-    assert flag == "--hf-overrides"
-    found = carried(json.loads(value))
-    assert found is not None
-    assert found.fingerprint == profile.fingerprint
-    with pytest.raises(ContractError, match="profile"):
-        carried({"quantization_config": {"quant_method": "rl_strict", "profile": str(tmp_path / "none.json")}})
-    assert carried({"quantization_config": {"quant_method": "fp8"}}) is None
-    assert carried(None) is None
-
-
-@pytest.mark.parametrize(
-    ("edit", "named"),
-    [
-        (lambda p: p["settings"].update(key_tile=64), "attention"),
-        (lambda p: p["contracts"].clear(), "gemm.row: present on one side only"),
-        (lambda p: p["contracts"].pop("norm"), "norm: present on one side only"),
-        (lambda p: p["contracts"]["gemm.row"].update(merge="zzz"), "gemm.row.merge: 'zzz' !="),
-    ],
-)
-def test_bad_input_profile_whose_contracts_are_not_those_of_its_settings(profile, tmp_path, edit, named):
-    from rl_contract import Profile
-    from rl_vllm.config import read_profile
-
-    data = json.loads(json.dumps(profile.to_dict()))
-    assert read_profile(data).fingerprint == profile.fingerprint
-    edit(data)
-    (tmp_path / "p.json").write_text(json.dumps(data))
-    for enter in (
-        lambda: read_profile(data),
-        lambda: read_profile(str(tmp_path / "p.json")),
-        lambda: rl_vllm.engine_args(Profile.from_dict(data)),
-        lambda: rl_vllm.serve_flags(Profile.from_dict(data), tmp_path / "out.json"),
-    ):
-        with pytest.raises(ContractError, match=named):
-            enter()
-    assert not (tmp_path / "out.json").exists()
-
-
-def test_bad_input_arguments_of_another_type_are_named(profile, tmp_path):
-    with pytest.raises(ContractError, match="got str as a profile"):
-        rl_vllm.engine_args("p.json")
-    with pytest.raises(ContractError, match="tensor_parallel_size=True"):
-        rl_vllm.engine_args(profile, tensor_parallel_size=True)
-    with pytest.raises(ContractError, match="cannot be written"):
-        rl_vllm.serve_flags(profile, tmp_path / "nodir" / "p.json")
-    for size in (True, 0, "2"):
-        with pytest.raises(ContractError, match="tensor_parallel_size="), rl_vllm.cpu_environment(size):
-            pass
-
-
-def test_cpu_environment_is_put_back(monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
-    with rl_vllm.cpu_environment(4):
-        assert len(os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")) == 4
-        assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(ContractError, match="VLLM_BATCH_INVARIANT"), rl_vllm.cpu_environment(1):
-        pass
-
-
-def test_bad_input_engine_configuration_is_refused_before_weights_load(profile, tmp_path, monkeypatch):
-    from vllm.engine.arg_utils import EngineArgs
-
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    path = write_checkpoint(tmp_path, CONFIG, tiny_weights(CONFIG))
-
-    def configure(**changes):
-        options = {"model": str(path), "skip_tokenizer_init": True, "max_model_len": 256, **changes}
-        return EngineArgs(**rl_vllm.engine_args(profile, **options)).create_engine_config()
-
-    config = configure()
-    assert config.model_config.logprobs_mode == "processed_logprobs"
-    assert config.model_config.enforce_eager
-    assert config.cache_config.enable_prefix_caching
-    assert config.scheduler_config.enable_chunked_prefill
-    assert config.parallel_config.worker_cls == "rl_vllm.worker.StrictCPUWorker"
-    with pytest.raises(ContractError) as error:
-        configure(enable_lora=True, kv_cache_dtype="fp8", dtype="float32")
-    for what in ("LoRA", "kv_cache_dtype=fp8", "dtype=float32"):
-        assert what in str(error.value)
-    # without our config in its arguments, vLLM's own stays
-    native = EngineArgs(model=str(path), skip_tokenizer_init=True, max_model_len=256).create_engine_config()
-    assert native.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-    assert native.quant_config is None
-    assert native.model_config.logprobs_mode == "raw_logprobs"
 
 
 # scope
@@ -512,6 +301,12 @@ def test_report_that_is_not_strict_is_refused(profile, change, named):
         client.assert_strict(engine_with({**good_report(profile), **change}), profile)
 
 
+@pytest.mark.parametrize("given", [None, "p.json", {}])
+def test_bad_input_an_engine_is_held_against_a_profile(given):
+    with pytest.raises(ContractError, match="assert_strict got profile="):
+        client.assert_strict(SimpleNamespace(), given)
+
+
 def test_report_of_a_gpu_engine_counts_replays(profile):
     report = good_report(profile)
     rows = [r for r in report["launches"] if r["boundary"] not in ("norm", "attention")]
@@ -545,51 +340,6 @@ def test_report_of_a_worker_without_the_plugin_is_missing_support(profile):
 
     with pytest.raises(MissingSupport, match="engine_args"):
         client.assert_strict(SimpleNamespace(collective_rpc=rpc), profile)
-
-
-@pytest.mark.field_report("R04")
-def test_bad_input_sampling_refusals_list_everything():
-    from vllm import SamplingParams
-
-    from rl_vllm.sampling import refusals
-
-    assert refusals(SamplingParams(temperature=1.0, seed=1, logprobs=0)) == []
-    assert refusals(SamplingParams(temperature=0.0, prompt_logprobs=0)) == []
-    found = refusals(SamplingParams(temperature=0.8, top_p=0.5, min_p=0.1, bad_words=["a"]))
-    assert len(found) == 4
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, 2**70, -(2**63) - 1, 1.5, 3.0, True, "3", [3]])
-def test_bad_input_a_seed_that_is_no_int64_is_refused_before_the_engine_sees_it(seed, temperature):
-    from vllm import SamplingParams
-
-    from rl_vllm.sampling import refusals
-
-    params = SamplingParams(temperature=temperature, seed=1)
-    params.seed = seed
-    assert refusals(params) == [f"seed={seed!r} (supported: an int from -2**63 to 2**63 - 1, not -1)"]
-    for good in (0, -2, 2**63 - 1, -(2**63)):
-        params.seed = good
-        assert refusals(params) == []
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"max_tokens": 2**70}, {"logprobs": 2**64}, {"stop_token_ids": [1, 2**70]}, {"trace_decode_token_ids": [3]}],
-)
-def test_bad_input_what_cannot_be_sent_to_the_engine_or_replaces_its_tokens_is_refused(given):
-    from vllm import SamplingParams
-
-    from rl_vllm.sampling import refusals
-
-    ((name, value),) = given.items()
-    params = SamplingParams(seed=1)
-    if not hasattr(params, name):
-        pytest.skip(f"this vLLM has no {name}")
-    setattr(params, name, value)
-    (found,) = refusals(params)
-    assert found.startswith(f"{name}={value!r}"[:60])
 
 
 def test_the_plugin_loads_no_kernels():

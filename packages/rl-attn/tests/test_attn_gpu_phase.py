@@ -233,15 +233,8 @@ def test_phase_prefix_hit_equals_prefill(batch, expected):
     rows = [first + length - count + i for count in counts for i in range(count)]
     starts = [0, length, length + 300, length + 301]
     out, lse = batch.paged(rows, starts, [length] * 3, [n] * 3)
-    assert [batch.ran[n] for n in (0, 1023, 1024, 2047, length - 1, length + 299, length + 300)] == [
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        3,
-    ]
+    ends = (0, 1023, 1024, 2047, length - 1, length + 299, length + 300)
+    assert [batch.ran[n] for n in ends] == [1, 1, 2, 2, 3, 3, 3]
     assert equal(out, expected[0][rows])
     assert equal(lse, expected[1][rows])
 

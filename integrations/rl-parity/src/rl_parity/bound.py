@@ -11,7 +11,7 @@ from typing import Any
 from rl_contract import ContractError, Profile
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
 from rl_parity.manifest import FILES, sections_missing
-from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, is_equal
+from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, ends_run
 
 _OF_AN_ARM = ("steps.jsonl", "ledger.jsonl", "evidence.json", "sync.json")
 # whose kernels compute each boundary; a communicator of one rank launches nothing
@@ -66,11 +66,6 @@ def check_files(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
             )
 
 
-def bad(arm: str, record: Mapping[str, Any]) -> bool:
-    """Whether a run ends with this step: it was not compared, or is of the strict arm and not equal."""
-    return bool(record.get("not_compared")) or (arm == "strict" and not is_equal(record))
-
-
 def check_records(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Raise ContractError where a step is trained that must not be, or the other way round, or follows a bad one."""
     path = run.root / arm / "steps.jsonl"
@@ -78,8 +73,8 @@ def check_records(run: RunDirectory, arm: str, records: Sequence[Mapping[str, An
         step, trained = record["step"], record.get("loss") is not None
         try:
             # a mismatch of the training forward is found when the step is trained already
-            fit = not bad(arm, {**record, "forward_mismatch_count": 0})
-            wrong = bad(arm, record)
+            fit = not ends_run(arm, {**record, "forward_mismatch_count": 0})
+            wrong = ends_run(arm, record)
         except (KeyError, TypeError) as error:
             raise ContractError(f"{path}: step {step} says None where a count belongs ({error}); {REPAIR}") from error
         if trained != fit:
@@ -96,7 +91,7 @@ def check_status(run: RunDirectory, manifest: Mapping[str, Any], records: Mappin
         records: of each arm that was asked for, in the order in which they run.
     """
     path, status, steps = run.root / MANIFEST, manifest["status"], manifest["config"]["steps"]
-    ended = [arm for arm, mine in records.items() if mine and bad(arm, mine[-1])]
+    ended = [arm for arm, mine in records.items() if mine and ends_run(arm, mine[-1])]
     if status == "running" and manifest.get("finished"):
         raise ContractError(f"{path} says status running, and finished {manifest['finished']}; {REPAIR}")
     if status == "mismatch" and not ended:

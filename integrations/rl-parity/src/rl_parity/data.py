@@ -12,10 +12,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl_contract import ContractError
-from rl_parity.config import is_count
-from rl_parity.vocabulary import Tokenizer
+from rl_parity.config import RunConfig, is_count
+from rl_parity.vocabulary import FolderTokenizer, NoText, Tokenizer
 
 BUILT_IN = ("arithmetic", "easy")
 RANDOM = "random:"
@@ -242,3 +243,20 @@ def reward_repeat(tokens: Sequence[int]) -> float:
 
 
 TOKEN_REWARDS = {"even": reward_even, "repeat": reward_repeat}
+
+
+def load_prompts(
+    config: RunConfig, model: Path, model_config: dict[str, Any], longest: int
+) -> tuple[FolderTokenizer | NoText, list[Prompt]]:
+    """The checkpoint's tokenizer and the encoded data set; random ids need no tokenizer.
+
+    Raises:
+        ContractError: see ``read_examples``, ``encode`` and ``random_prompts``.
+    """
+    if longest <= config.max_new_tokens:
+        raise ContractError(f"--max-new-tokens {config.max_new_tokens}: the context is {longest}; lower it")
+    room = {"vocab_size": int(model_config["vocab_size"]), "max_prompt": longest - config.max_new_tokens}
+    if random_lengths(config.prompts) is not None:
+        return NoText(), random_prompts(config.prompts, seed=config.seed, **room)
+    tokenizer = FolderTokenizer(model)
+    return tokenizer, encode(read_examples(config.prompts), tokenizer, **room)

@@ -12,6 +12,7 @@ import numpy as np
 from rl_contract import ContractError, Profile
 from rl_parity import data, metrics, state
 from rl_parity.checks import Identity, StepVerdict, compare_logprobs, describe_mismatch, judge
+from rl_parity.clock import Clock
 from rl_parity.config import RunConfig
 from rl_parity.data import Prompt
 from rl_parity.evidence import write_evidence, write_sync
@@ -19,7 +20,7 @@ from rl_parity.fleet import Fleet
 from rl_parity.placement import Placement
 from rl_parity.progress import Progress
 from rl_parity.pushes import Pushes, weights_folder
-from rl_parity.rundir import RunDirectory, StepSamples, is_equal, record_digests
+from rl_parity.rundir import RunDirectory, StepSamples, ends_run, record_digests
 from rl_parity.state import Saved
 from rl_parity.vocabulary import FolderTokenizer, NoText
 from vime_sync import WEIGHT_DIGEST, PolicyVersion, Publisher, StepLedger
@@ -44,6 +45,7 @@ class Arm:
         profile: contracts of the strict arm; the native arm's reports carry none.
         placed: which process runs on which GPU.
         saved: the state to go on from, whose steps are in ``records`` already; None begins at step 0.
+        algorithm: the digest that names weights.
         deadline: time (``time.monotonic``) after which no step begins.
     """
 
@@ -123,7 +125,7 @@ class Arm:
                     self.directory.append_step(self.name, record)
                     progress.step(record)
                     fleet.look()
-                    if record["not_compared"] or (self.name == "strict" and not is_equal(record)):
+                    if ends_run(self.name, record):
                         patience = 60.0
                         raise MismatchFound(self._explain(record))
                     self._save(fleet, step)
@@ -137,7 +139,7 @@ class Arm:
         self, step: int, fleet: Fleet, pushes: Pushes, ledger: StepLedger, progress: Progress, prove: bool
     ) -> dict[str, Any]:
         c = self.config
-        clock = _Clock()
+        clock = Clock()
         progress.phase("push")
         fleet.rest()
         # engines wake while the trainer copies and digests its weights
@@ -398,34 +400,3 @@ class Arm:
 
 def _wrong(v: StepVerdict) -> bool:
     return bool(v.mismatch_count or v.nonfinite_count or v.absent_count) or not v.valid_count
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        spent = round(self.seconds.get(name, 0.0) + now - self._last, 4)
-        # phases that this run does not have stay out of its records
-        if name not in ("wake", "sleep") or spent >= 0.001:
-            self.seconds[name] = spent
-        self._last = now
-
-
-def load_prompts(
-    config: RunConfig, model: Path, model_config: dict[str, Any], longest: int
-) -> tuple[FolderTokenizer | NoText, list[Prompt]]:
-    """The checkpoint's tokenizer and the encoded data set; random ids need no tokenizer.
-
-    Raises:
-        ContractError: see ``data.read_examples``, ``data.encode`` and ``data.random_prompts``.
-    """
-    if longest <= config.max_new_tokens:
-        raise ContractError(f"--max-new-tokens {config.max_new_tokens}: the context is {longest}; lower it")
-    room = {"vocab_size": int(model_config["vocab_size"]), "max_prompt": longest - config.max_new_tokens}
-    if data.random_lengths(config.prompts) is not None:
-        return NoText(), data.random_prompts(config.prompts, seed=config.seed, **room)
-    tokenizer = FolderTokenizer(model)
-    return tokenizer, data.encode(data.read_examples(config.prompts), tokenizer, **room)

@@ -29,7 +29,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def weight_algorithm(path: Path, manifest: Mapping[str, Any]) -> str:
-    """What digest the run's weights are named by; a manifest that names none is of the time of sha256 alone.
+    """What digest the run's weights are named by: sha256 where the manifest names none.
 
     Raises:
         ContractError: a digest that this version does not know.

@@ -16,7 +16,7 @@ from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.jsonfile import lines, parse, read_text
 from rl_parity.manifest import check_manifest, weight_algorithm
 from rl_parity.models import spec_of
-from rl_parity.rundir import MANIFEST, RunDirectory
+from rl_parity.rundir import MANIFEST, RunDirectory, ends_run
 from rl_parity.state import Saved
 
 
@@ -113,7 +113,7 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
     _writable(directory.root)
     records = {arm: [*point.records, *point.dropped] for arm, point in found.items()}
     bound.check_status(directory, manifest, records)
-    if ended := [arm for arm, mine in records.items() if any(bound.bad(arm, record) for record in mine)]:
+    if ended := [arm for arm, mine in records.items() if any(ends_run(arm, record) for record in mine)]:
         raise ContractError(f"--resume {directory.root}: the {ended[0]} arm ended with a mismatch; start the run again")
     for arm, point in found.items():
         if point.saved is None:

@@ -315,3 +315,8 @@ def is_equal(counts: Mapping[str, Any]) -> bool:
     """Whether the integer verdicts of a step or an arm say: exactly equal, nothing absent, something compared."""
     wrong = [name for name in (*COUNTS[1:], "forward_mismatch_count") if counts[name]]
     return not wrong and counts["valid_count"] > 0
+
+
+def ends_run(arm: str, record: Mapping[str, Any]) -> bool:
+    """Whether a run ends with this step: it was not compared, or is of the strict arm and not equal."""
+    return bool(record.get("not_compared")) or (arm == "strict" and not is_equal(record))

@@ -19,10 +19,11 @@ from rl_contract import ContractError, Profile
 from rl_parity import checkpoint, lock, metrics, preflight, resume
 from rl_parity.bound import file_digests
 from rl_parity.config import RunConfig
+from rl_parity.data import load_prompts
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
-from rl_parity.loop import Arm, LimitReached, MismatchFound, load_prompts
+from rl_parity.loop import Arm, LimitReached, MismatchFound
 from rl_parity.manifest import DIGEST, FILES, WEIGHTS, config_digest, topology, weight_algorithm
 from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
@@ -104,8 +105,8 @@ def _run(
     manifest = _manifest(config, run_id, profile, placed, command)
     earlier = _earlier(directory, manifest, points) if again else {}
     if again:
-        # weights keep the names that they began with, also where there was sha256 alone and none was written down
-        # and steps without a digest have none later
+        # weights keep the digest that they were first named by, and a run without digests of its files gets none:
+        # what an earlier sitting left unsaid is not said for it
         del manifest[WEIGHTS], manifest[FILES]
     manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES) if key in earlier}
     algorithm = weight_algorithm(directory.root / MANIFEST, manifest)

@@ -1,6 +1,6 @@
 """How many segments the kernels of a GPU ran, as they counted while they ran; off unless a caller asks.
 
-A kernel without a place to count in is compiled without counting: its code is the one that it had before.
+A kernel without a place to count in is compiled without counting, so production runs no code for it.
 """
 
 from collections.abc import Iterator

@@ -77,7 +77,7 @@ class Contract:
                 problems.append(f"{name}={getattr(self, name)!r}, supported: a mapping of text to text")
         if isinstance(self.precision, Mapping) and (unknown := [k for k in self.precision if k not in PRECISION_KEYS]):
             problems.append(f"precision has {sorted(map(str, unknown))}; supported keys are {PRECISION_KEYS}")
-        if not self.precision:
+        if isinstance(self.precision, Mapping) and not self.precision:
             problems.append("field 'precision' is empty; every observable must be stated")
         listed = isinstance(self.rounding, (tuple, list))
         if not listed or not all(isinstance(point, str) for point in self.rounding):

@@ -1,7 +1,7 @@
 """Digests of a tensor's bytes in row-major order, which manifests, shards and engines share; they are named.
 
 ``sha256-tree`` (``tree``) names weights: a GPU makes it where they lie. ``sha256`` is hashlib's of all the bytes in a
-row, which manifests name that were written before there was another.
+row, and what a manifest without the name of an algorithm has.
 """
 
 import hashlib

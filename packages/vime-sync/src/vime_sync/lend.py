@@ -103,8 +103,8 @@ class Loan(Mapping[str, torch.Tensor]):
                 self._views[name].copy_(tensor, non_blocking=True)
             if self.device.type == "cuda" or any(tensor.is_cuda for tensor in pairs.values()):
                 torch.cuda.synchronize()
-            came = all(tensor.is_cuda for tensor in pairs.values())
-            self._manifest = Manifest.from_tensors(pairs if came else self._views, algorithm=algorithm)
+            on_gpus = all(tensor.is_cuda for tensor in pairs.values())
+            self._manifest = Manifest.from_tensors(pairs if on_gpus else self._views, algorithm=algorithm)
         except BaseException:
             if first:
                 self._release()

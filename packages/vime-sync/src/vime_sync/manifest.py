@@ -91,7 +91,7 @@ class Manifest:
     def digest(self) -> str:
         """Hex sha256 over entries sorted by name, the config digests, and the algorithm."""
         entries = sorted([e.name, e.dtype, list(e.shape), e.digest] for e in self.entries)
-        # sha256 was the only one once, and had no name
+        # the digest of a manifest of plain sha256 covers no name, so that it stays what such manifests state
         named = [] if self.algorithm == "sha256" else [self.algorithm]
         canonical = json.dumps([entries, sorted(self.config_digests.items()), *named], separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -122,7 +122,7 @@ class Manifest:
     def from_json(cls, text: str) -> "Manifest":
         """Raises ContractError when the text is cut off, malformed, or does not have the digest that it states.
 
-        One that names no algorithm is of the time when there was sha256 alone.
+        One that names no algorithm has digests of sha256.
         """
         with reading("not a manifest", "write it with Manifest.to_json"):
             data: dict[str, Any] = json.loads(text)
