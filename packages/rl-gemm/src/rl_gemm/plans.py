@@ -150,11 +150,18 @@ class Certificate:
     environment: Mapping[str, str]
     claims: tuple[Claim, ...]
 
+    _index: Mapping[tuple[str, int, int], list[Claim]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index: dict[tuple[str, int, int], list[Claim]] = {}
+        for claim in self.claims:
+            index.setdefault((claim.operation, claim.n, claim.k), []).append(claim)
+        object.__setattr__(self, "_index", index)
+
     def covers(self, environment: Mapping[str, str], operation: str, n: int, k: int, m: int, bias: bool) -> bool:
-        return dict(environment) == dict(self.environment) and any(
-            c.operation == operation and (c.n, c.k) == (n, k) and c.m_min <= m <= c.m_max and (c.bias or not bias)
-            for c in self.claims
-        )
+        return any(
+            c.m_min <= m <= c.m_max and (c.bias or not bias) for c in self._index.get((operation, n, k), ())
+        ) and dict(environment) == dict(self.environment)
 
 
 @dataclass(frozen=True, kw_only=True)
