@@ -99,6 +99,10 @@ def check_movement(rank, world):
     # a NaN's payload and the sign of zero survive
     odd = [torch.tensor([0x7FC12345 + r, -(2**31)], dtype=torch.int32).view(torch.float32) for r in range(world)]
     assert same_bits(comm.all_gather(odd[rank]), torch.cat(odd))
+    # one element is contiguous, whatever its stride says
+    column = torch.arange(3.0 * world).view(3, world)[:1, rank]
+    assert column.stride() != (1,)
+    assert same_bits(comm.all_gather(column), torch.arange(float(world)))
     comm.barrier()
 
 

@@ -77,12 +77,15 @@ def views(device: str = "cpu") -> dict[str, torch.Tensor]:
         "fp8": base.to(torch.float8_e4m3fn),
         "fp8 of another kind": base.to(torch.float8_e5m2)[1:],
     }
+    ones = {"column": base[:1, 0], "of a transposed": base.t()[:1, :1], "every second": base[0, :2][::2]}
+    found |= {f"one element, {name}": x for name, x in ones.items()}
     return found | {f"bytes from {at}": raw[at : at + 9001 + at] for at in range(5)}
 
 
 def test_tree_digest_takes_every_type_stride_and_offset():
     for name, digest in tree_digests(views().items()):
-        x = views()[name].resolve_conj().clone(memory_format=torch.contiguous_format)
+        x = views()[name].resolve_conj()
+        x = torch.stack(list(x.reshape(-1))) if 0 < x.numel() < 9 else x.clone(memory_format=torch.contiguous_format)
         data = x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
         assert digest == defined(data), name
         assert tensor_digest(views()[name]) == hashlib.sha256(data).hexdigest(), name
@@ -116,6 +119,8 @@ def test_tensors_without_bytes_are_refused_by_name():
         (torch.empty(1, device="meta"), "x is a meta tensor"),
         (torch.eye(3).to_sparse(), "x is torch.sparse_coo"),
         (torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), "x is quantized"),
+        (torch.empty(2, dtype=torch.int4), "x is torch.int4"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "x is nested"),
         (None, "x is a NoneType"),
     ):
         for algorithm in ("sha256-tree",):

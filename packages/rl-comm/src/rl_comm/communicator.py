@@ -11,11 +11,12 @@ import torch.distributed as dist
 from rl_comm import board
 from rl_comm.agreement import check_alike
 from rl_comm.device import NcclMover, StagedMover
-from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call, GlooMover, Mover, as_bytes
+from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call, GlooMover, Mover
 from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.communicator import dim_problem, sum_problem, tensor_problem
+from rl_contract.devices import row_major_bytes
 
 TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
 # size of the fp32 partial from which on two steps are taken, by device
@@ -185,7 +186,7 @@ class TreeCommunicator:
         self._refuse(call, problem)
         if self.world_size == 1:
             return x
-        out = self._mover(x).broadcast(call, as_bytes(x), source)
+        out = self._mover(x).broadcast(call, row_major_bytes(x), source)
         self._record("broadcast", "bytes", x)
         return out.view(x.dtype).reshape(x.shape)
 
@@ -280,12 +281,12 @@ class TreeCommunicator:
 
     def _gather(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """[world_size, *x.shape]"""
-        rows = self._mover(x).gather(call, as_bytes(x))
+        rows = self._mover(x).gather(call, row_major_bytes(x))
         return rows.contiguous().view(x.dtype).reshape(self.world_size, *x.shape)
 
     def _sum_slices(self, call: Call, slices: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""
-        rows = self._mover(slices).scatter(call, as_bytes(slices).view(self.world_size, slices.shape[1] * 4))
+        rows = self._mover(slices).scatter(call, row_major_bytes(slices).view(self.world_size, slices.shape[1] * 4))
         return tree_sum(rows.view(torch.float32), out_dtype)
 
 

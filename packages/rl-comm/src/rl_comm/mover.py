@@ -79,11 +79,6 @@ def _name(code: int) -> str:
     return str(DTYPES[code]) if code >= 0 else "an unsupported dtype"
 
 
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``x``, uint8 of one dimension; no copy where ``x`` is contiguous."""
-    return x.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 class Mover(Protocol):
     """What moves bytes between ranks; payloads and results lie on the mover's own kind of device."""
 

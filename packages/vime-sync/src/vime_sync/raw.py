@@ -9,29 +9,34 @@ from typing import TypeVar
 import torch
 
 from rl_contract import ContractError, MissingSupport
+from rl_contract.devices import row_major_bytes
 
 K = TypeVar("K")
 T = TypeVar("T")
+
+# torch does not copy them, and so cannot put them in order
+_BELOW_A_BYTE = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
 
 
 def flat_bytes(name: object, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes in row-major order as uint8 [n]: a view where it is contiguous, else a copy.
 
     Raises:
-        ContractError: what is no tensor, or has no bytes to read: meta, sparse, quantized.
+        ContractError: what is no tensor, or has no bytes to read: meta, sparse, quantized, nested, integers of fewer
+            than eight bits.
         MissingSupport: a device other than CPU and CUDA (ROCm).
     """
     if not isinstance(tensor, torch.Tensor):
         raise ContractError(f"{name} is a {type(tensor).__name__}; give a torch.Tensor")
     if tensor.is_meta:
         raise ContractError(f"{name} is a meta tensor, which has no bytes; digest the materialised tensor")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.dtype in _BELOW_A_BYTE:
+        strange = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
+        kind = strange or str(tensor.dtype if tensor.dtype in _BELOW_A_BYTE else tensor.layout)
         raise ContractError(f"{name} is {kind}, which has no row-major bytes; give a strided tensor")
     if tensor.device.type not in ("cpu", "cuda"):
         raise MissingSupport(f"{name} is on {tensor.device}; supported: cpu, cuda (also ROCm); copy it to the host")
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    return row_major_bytes(tensor)
 
 
 def default_threads() -> int:
