@@ -1,6 +1,8 @@
 """The tools that read or write files of measurements: both files or none, and one line on bad input or no GPU."""
 
 import argparse
+import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
@@ -199,3 +201,25 @@ def test_bad_input_a_file_to_write_is_no_folder_and_below_none_that_is_not(tmp_p
 @pytest.mark.parametrize("options", [["--shape", "3"], ["--rows", "0"], ["--budget", "nan"]], ids=lambda o: o[0])
 def test_bad_input_certify_starts_nothing(options):
     assert run("certify", "--plan", "x.json", *options).returncode == 2
+
+
+def test_certifying_some_shapes_keeps_the_claims_of_the_others(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    loader = importlib.machinery.SourceFileLoader("certify_tool", str(TOOLS / "certify"))
+    tool = importlib.util.module_from_spec(importlib.util.spec_from_loader("certify_tool", loader))
+    loader.exec_module(tool)
+
+    def claim(operation, n, m_min=33):
+        return {"operation": operation, "n": n, "k": 64, "m_min": m_min, "m_max": 8192}
+
+    here, elsewhere = {"device": "one"}, {"device": "another"}
+    before = [
+        {"library": "lib", "environment": elsewhere, "claims": [claim("forward", 128)]},
+        {"library": "lib", "environment": here, "claims": [claim(o, n) for n in (128, 256) for o in ("forward", "dx")]},
+    ]
+    # of 256 one operation is tested again with another outcome, one is refused
+    found = tool.joined(before, here, [claim("forward", 256, 65), claim("forward", 512)], [("dx", 256, 64, [40])])
+    assert found[0] == before[0]
+    assert found[1]["claims"] == [
+        claim("forward", 128), claim("dx", 128), claim("forward", 256, 65), claim("forward", 512)
+    ]  # fmt: skip
