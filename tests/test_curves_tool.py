@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -42,20 +41,20 @@ def test_curves_count_what_was_compared_and_draw_it(tmp_path):
     assert done.stderr.count("its last line was cut off and is left out") == 2
 
 
-def test_arms_of_one_name_in_runs_of_one_name_are_all_drawn(tmp_path):
+def test_arms_of_one_name_in_runs_of_one_name_are_all_drawn(tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     arms = [arm(tmp_path / folder / "run" / "strict", wrong) for folder, wrong in (("a", 0), ("b", 2))]
-    done = run(*arms, "--out", tmp_path / "x.svg")
+    done = run_tool("curves", *arms, "--out", tmp_path / "x.svg")
     assert done.stdout.splitlines() == [
         "a/run/strict: 3 steps, 15 log-probabilities compared, 0 differ",
         "b/run/strict: 3 steps, 15 log-probabilities compared, 6 differ",
     ]
-    twice = run(arms[0], arms[0].parent / "." / "strict", "--out", tmp_path / "y.svg")
+    twice = run_tool("curves", arms[0], arms[0].parent / "." / "strict", "--out", tmp_path / "y.svg")
     assert (twice.returncode, twice.stderr.count("are one directory; give each arm once")) == (1, 1)
     assert not (tmp_path / "y.svg").exists()
 
 
-def test_a_step_that_could_not_be_compared_or_trained_is_a_gap(tmp_path):
+def test_a_step_that_could_not_be_compared_or_trained_is_a_gap(tmp_path, run_tool):
     pytest.importorskip("matplotlib")
 
     def last(lines):
@@ -63,7 +62,7 @@ def test_a_step_that_could_not_be_compared_or_trained_is_a_gap(tmp_path):
         lines[-1] |= {"valid_count": 0, "max_abs_diff": None, "loss": None, "grad_norm": None, "not_compared": "why"}
         return lines
 
-    done = run(arm(tmp_path / "strict", torn="", change=last), "--out", tmp_path / "x.png")
+    done = run_tool("curves", arm(tmp_path / "strict", torn="", change=last), "--out", tmp_path / "x.png")
     assert (done.stdout, done.stderr) == ("strict: 3 steps, 10 log-probabilities compared, 0 differ\n", "")
 
 
@@ -92,27 +91,18 @@ BAD = {
 }
 
 
-@pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    found = types.ModuleType("curves_tool")
-    found.__file__ = str(TOOL)
-    exec(compile(TOOL.read_text(), TOOL, "exec"), found.__dict__)
-    return found
-
-
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_steps_that_are_not_whole_are_named(case, tmp_path, tool):
+def test_bad_input_steps_that_are_not_whole_are_named(case, tmp_path, load_tool):
     change, words = BAD[case]
     bad = arm(tmp_path / "strict", torn="", change=change)
     with pytest.raises(ContractError, match=words) as refusal:
-        tool.steps_of(bad)
+        load_tool("curves").steps_of(bad)
     assert str(refusal.value).startswith(str(bad / "steps.jsonl"))
 
 
-def test_bad_input_one_arm_that_is_not_whole_draws_nothing(tmp_path):
+def test_bad_input_one_arm_that_is_not_whole_draws_nothing(tmp_path, run_tool):
     bad = arm(tmp_path / "strict", change=lambda lines: lines[1:])
-    done = run(arm(tmp_path / "native", 2), bad, "--out", tmp_path / "x.png")
+    done = run_tool("curves", arm(tmp_path / "native", 2), bad, "--out", tmp_path / "x.png")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1].startswith(f"{bad / 'steps.jsonl'}, line 1: step 1 where step 0 belongs")
     assert not (tmp_path / "x.png").exists()
@@ -122,18 +112,18 @@ def test_bad_input_one_arm_that_is_not_whole_draws_nothing(tmp_path):
     ("name", "status", "words"),
     [("x.xyz", 1, "supported are names that end with"), ("f/x.png", 2, "is a file, so")],
 )
-def test_bad_input_a_picture_that_cannot_be_written_is_named(tmp_path, name, status, words):
+def test_bad_input_a_picture_that_cannot_be_written_is_named(tmp_path, name, status, words, run_tool):
     pytest.importorskip("matplotlib")
     (tmp_path / "f").write_text("kept")
-    done = run(arm(tmp_path / "strict"), "--out", tmp_path / name)
+    done = run_tool("curves", arm(tmp_path / "strict"), "--out", tmp_path / name)
     assert (done.returncode, done.stdout) == (status, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "x.xyz").exists()
 
 
-def test_bad_input_no_step_draws_nothing(tmp_path):
-    done = run(tmp_path / "nowhere", "--out", tmp_path / "x.png")
+def test_bad_input_no_step_draws_nothing(tmp_path, run_tool):
+    done = run_tool("curves", tmp_path / "nowhere", "--out", tmp_path / "x.png")
     assert done.returncode == 1
     assert "holds no step" in done.stderr
     assert not (tmp_path / "x.png").exists()

@@ -19,31 +19,35 @@ def pictures(monkeypatch):
         del sys.modules[name]
 
 
-def refused(folder, name, payload):
+def refused(run_tool, folder, name, payload):
     file = folder / name
     file.write_text(json.dumps(payload))
-    done = run("results", file)
+    done = run_tool("results", file)
     assert done.returncode == 1
     assert done.stderr.startswith(str(file)), done.stderr
     assert [p.name for p in folder.iterdir()] == [name]
     return done.stderr
 
 
-def test_bad_input_a_ratio_that_is_not_that_of_its_times(tmp_path):
+def test_bad_input_a_ratio_that_is_not_that_of_its_times(tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     row = BENCH["rows"][0]
-    assert "10.0 us / 5.0 us are 2.000" in refused(tmp_path, "x.json", BENCH | {"rows": [row | {"ratio": 9.9}]})
-    assert "are no two times" in refused(tmp_path, "x.json", BENCH | {"rows": [row | {"strict_us": 0.0}]})
-    assert "rows is empty" in refused(tmp_path, "x.json", BENCH | {"rows": []})
+    assert "10.0 us / 5.0 us are 2.000" in refused(
+        run_tool, tmp_path, "x.json", BENCH | {"rows": [row | {"ratio": 9.9}]}
+    )
+    assert "are no two times" in refused(run_tool, tmp_path, "x.json", BENCH | {"rows": [row | {"strict_us": 0.0}]})
+    assert "rows is empty" in refused(run_tool, tmp_path, "x.json", BENCH | {"rows": []})
 
 
-def test_a_ratio_of_times_before_their_rounding_is_taken(tmp_path):
+def test_a_ratio_of_times_before_their_rounding_is_taken(tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     # 1.084 / 1.566 of the times as measured; 1.08 / 1.57 as stored
     row = BENCH["rows"][0] | {"strict_us": 1.57, "peer_us": 1.08, "ratio": 0.692}
     (tmp_path / "x.json").write_text(json.dumps(BENCH | {"rows": [row]}))
-    assert run("results", tmp_path / "x.json").returncode == 0
-    assert "are 0.688" in refused(fresh(tmp_path / "other"), "x.json", BENCH | {"rows": [row | {"ratio": 0.70}]})
+    assert run_tool("results", tmp_path / "x.json").returncode == 0
+    assert "are 0.688" in refused(
+        run_tool, fresh(tmp_path / "other"), "x.json", BENCH | {"rows": [row | {"ratio": 0.70}]}
+    )
 
 
 def fresh(folder):
@@ -51,15 +55,15 @@ def fresh(folder):
     return folder
 
 
-def test_bad_input_a_target_that_its_rows_do_not_give(tmp_path):
+def test_bad_input_a_target_that_its_rows_do_not_give(tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     payload = json.loads((H200 / "norm.json").read_text())
     name = next(iter(payload["summary"]))
     payload["summary"][name] = 9.9
-    assert f"the target '{name}' is 9.9 in the summary" in refused(tmp_path, "norm.json", payload)
+    assert f"the target '{name}' is 9.9 in the summary" in refused(run_tool, tmp_path, "norm.json", payload)
     del payload["summary"][name]
-    assert "is nothing in the summary" in refused(tmp_path, "norm.json", payload)
-    done = run("results", tmp_path / "norm.json", "--renew-summary")
+    assert "is nothing in the summary" in refused(run_tool, tmp_path, "norm.json", payload)
+    done = run_tool("results", tmp_path / "norm.json", "--renew-summary")
     assert done.returncode == 0, done.stderr
     renewed = json.loads((tmp_path / "norm.json").read_text())
     assert renewed == json.loads((H200 / "norm.json").read_text())

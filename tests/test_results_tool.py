@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -45,13 +44,13 @@ BAD = ["{", "[]", "{}", json.dumps({"meta": {}, "rows": []}), json.dumps(BENCH |
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_input_results_names_the_file_and_writes_nothing(tmp_path, text):
+def test_bad_input_results_names_the_file_and_writes_nothing(tmp_path, text, run_tool):
     pytest.importorskip("matplotlib")
     (tmp_path / "good.json").write_text(json.dumps(BENCH))
     bad = tmp_path / "bad.json"
     if text is not None:
         bad.write_text(text)
-    done = run("results", bad, tmp_path / "good.json")
+    done = run_tool("results", bad, tmp_path / "good.json")
     assert done.returncode == 1
     assert done.stderr.startswith(str(bad))
     assert done.stderr.count("\n") == 1
@@ -62,13 +61,13 @@ def test_bad_input_results_names_the_file_and_writes_nothing(tmp_path, text):
     "text",
     ["{", "[]", "{}", json.dumps({"environment": {}, "differing": {}, "rows": [{"us": 1.0}]}), None],
 )
-def test_bad_input_a_plan_is_selected_from_no_other_file(tmp_path, text):
+def test_bad_input_a_plan_is_selected_from_no_other_file(tmp_path, text, tune):
     times = tmp_path / "times.json"
     if text is not None:
         times.write_text(text)
-    done = run("tune", "select", times, "--out", tmp_path / "plan.json")
-    assert done.returncode == 1
-    assert done.stderr.startswith(str(times))
+    with pytest.raises(SystemExit) as end:
+        tune(times, out=tmp_path / "plan.json")
+    assert str(end.value.code).startswith(str(times))
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -104,12 +103,9 @@ NO_TIMINGS = {
 
 
 @pytest.fixture
-def tune(monkeypatch):
-    """The tool as a module: what it refuses needs no process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    found = types.ModuleType("tune_tool")
-    found.__file__ = str(TOOLS / "tune")
-    exec(compile((TOOLS / "tune").read_text(), TOOLS / "tune", "exec"), found.__dict__)
+def tune(load_tool):
+    """``tools/tune select``, without a process that imports torch again."""
+    found = load_tool("tune")
 
     def select(*files, out, arch="sm90", keep=False):
         found.select(argparse.Namespace(files=files, out=out, arch=arch, keep=keep))

@@ -30,22 +30,18 @@ def made():
     return write
 
 
-def tool(*arguments):
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
 def files(folder):
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_landed_run_is_read_again_and_gives_the_same_page(made, tmp_path):
+def test_a_landed_run_is_read_again_and_gives_the_same_page(made, tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     from rl_parity.report import render
     from rl_parity.rundir import RunDirectory
 
     run, out = made(tmp_path / "run", steps=4), tmp_path / "results" / "r"
-    done = tool(run.root, "--out", out, "--commit", "c0ffee")
+    command = [sys.executable, str(TOOL), str(run.root), "--out", str(out), "--commit", "c0ffee"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "strict: 4 steps, 192 log-probabilities compared, 0 differ" in done.stdout
     assert {"manifest.json", "summary.json", "landed.json"} < files(out)
@@ -61,10 +57,10 @@ def test_a_landed_run_is_read_again_and_gives_the_same_page(made, tmp_path):
     assert out.with_name("r.png").read_bytes()[:4] == b"\x89PNG"
     assert "Samples not here: 2 step(s) of the native arm (1-2)" in render(RunDirectory(out))
     before = page, files(out)
-    again = tool(out, "--out", out)
+    again = run_tool("run_page", out, "--out", out)
     assert again.returncode == 0, again.stderr
     assert (out.with_name("r.md").read_text(), files(out)) == before
-    assert tool(out, "--out", out, "--commit", "other").returncode == 1
+    assert run_tool("run_page", out, "--out", out, "--commit", "other").returncode == 1
 
 
 def test_a_landed_manifest_names_no_path(made, tmp_path, monkeypatch):
@@ -98,26 +94,26 @@ def test_arms_of_two_layouts_are_named_by_them(made, tmp_path, monkeypatch):
         arms_of([(one, totals[0]), (one, totals[0])])
 
 
-def test_bad_input_a_run_that_does_not_bear_itself_out_lands_nothing(made, tmp_path):
+def test_bad_input_a_run_that_does_not_bear_itself_out_lands_nothing(made, tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     run, out = made(tmp_path / "run"), tmp_path / "results" / "r"
     path = run.root / "strict" / "steps.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records[2]["loss"] += 1.0
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    done = tool(run.root, "--out", out, "--commit", "c0ffee")
+    done = run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee")
     assert done.returncode == 1
     assert "another record of step 2" in done.stderr
     assert not out.parent.exists() or not list(out.parent.iterdir())
 
 
-def test_bad_input_what_lies_there_is_not_written_over(made, tmp_path):
+def test_bad_input_what_lies_there_is_not_written_over(made, tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     run, out = made(tmp_path / "run"), tmp_path / "r"
-    assert "unknown: give the one of all runs with --commit" in tool(run.root, "--out", out).stderr
+    assert "unknown: give the one of all runs with --commit" in run_tool("run_page", run.root, "--out", out).stderr
     out.mkdir()
     (out / "mine").write_text("kept")
-    done = tool(run.root, "--out", out, "--commit", "c0ffee")
+    done = run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee")
     assert done.returncode == 1
     assert "was not written by this tool" in done.stderr
     assert files(tmp_path / "r") == {"mine"}

@@ -17,13 +17,13 @@ PREAMBLE = """
     from rl_contract import launches, reset_launches
     testing.DEVICE = "cpu"
     torch.manual_seed(0)
-    heads, kv_heads, dim, page, lengths = 4, 2, 16, 16, [70, 1, 33, 64]
+    heads, kv_heads, dim, page, lengths = 4, 2, 16, 16, [70, 1, 32]
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    q, k, v = (torch.randn(168, h, dim).half() for h in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(103, h, dim).half() for h in (heads, kv_heads, kv_heads))
     at = torch.cat([torch.arange(n) for n in lengths])
     cache = torch.full((2, 16, kv_heads, page, dim), torch.nan).half()
     ids, taken, slots = torch.randperm(16), 0, []
-    table = torch.full((4, 6), 99, dtype=torch.int32)
+    table = torch.full((3, 6), 99, dtype=torch.int32)
     for n, length in enumerate(lengths):
         count = -(-length // page)
         table[n, :count] = ids[taken : taken + count].int()
@@ -60,17 +60,16 @@ def test_walk_decode_and_fold_count_the_segments_of_every_row_with_the_same_bits
     pytest.importorskip("triton")
     interpreted(
         """
-        assert ran(packed, cu.tolist()) == ([3, 1, 2, 2], {"forward"})
+        assert ran(packed, cu.tolist()) == ([3, 1, 1], {"forward"})
         # the sequence of one row through segments, the others through the walk
-        assert ran(lambda: paged(slice(None), cu.tolist()), cu.tolist()) == ([3, 1, 2, 2], {"decode", "forward"})
-        last, starts = (cu[1:] - 1).tolist(), [0, 1, 2, 3, 4]
-        assert ran(lambda: paged(last, starts), starts) == ([3, 1, 2, 2], {"decode"})
-        # two rows each, of which the first may see one segment less than the second
-        rows = [67, 68, 69, 70, 102, 103, 166, 167]
-        starts = [0, 3, 4, 6, 8]
-        assert ran(lambda: paged(rows, starts), starts) == ([3, 1, 2, 2], {"decode"})
+        assert ran(lambda: paged(slice(None), cu.tolist()), cu.tolist()) == ([3, 1, 1], {"decode", "forward"})
+        last, starts = (cu[1:] - 1).tolist(), [0, 1, 2, 3]
+        assert ran(lambda: paged(last, starts), starts) == ([3, 1, 1], {"decode"})
         gpu.MOST_SPLIT_SEQUENCES = 0
-        assert ran(lambda: paged(last, [0, 1, 2, 3, 4]), [0, 1, 2, 3, 4]) == ([3, 1, 2, 2], {"forward"})
+        assert ran(lambda: paged(last, starts), starts) == ([3, 1, 1], {"forward"})
+        # three rows, one and two
+        gpu.MOST_SPLIT_SEQUENCES, rows, starts = 1024, [67, 68, 69, 70, 101, 102], [0, 3, 4, 6]
+        assert ran(lambda: paged(rows, starts), starts) == ([3, 1, 1], {"decode"})
         """
     )
 
@@ -79,7 +78,7 @@ def test_kernels_that_take_other_segments_are_noticed():
     pytest.importorskip("triton")
     interpreted(
         """
-        last, starts = (cu[1:] - 1).tolist(), [0, 1, 2, 3, 4]
+        last, starts = (cu[1:] - 1).tolist(), [0, 1, 2, 3]
         for call, seen in (
             (lambda: packed(64), at + 1), (lambda: paged(last, starts, 16), testing.keys_seen(starts, lengths))
         ):
