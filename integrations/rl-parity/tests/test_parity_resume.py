@@ -100,6 +100,42 @@ def test_a_run_whose_time_is_over_saves_its_state_and_goes_on(tmp_path, capsys, 
     assert cli.main(["compare", str(whole), str(parts)]) == 0
 
 
+@pytest.mark.parametrize("ends", ["by its limit", "before any arm"])
+def test_an_arm_that_a_sitting_does_not_come_to_keeps_its_totals_and_seconds(tmp_path, monkeypatch, ends):
+    out = tmp_path / "out"
+    assert start(out, "--arm", "both", "--steps", "2", "--save-every", "1") == 0
+    directory = RunDirectory(out)
+    summary = directory.summary()
+    for name, seconds in (("native", 81.06), ("strict", 68.54)):
+        summary["arms"][name]["seconds"] = seconds
+    (out / "summary.json").write_text(json.dumps(summary))
+    manifest = {**directory.manifest(), "files_sha256": file_digests(directory)}
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    with monkeypatch.context() as patch:
+        if ends == "before any arm":
+            patch.setattr(runner, "load_prompts", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert resume(out, "--steps", "5", "--limit", "0.001") == 130
+    cut = directory.summary()["arms"]
+    assert cut["strict"] == summary["arms"]["strict"]
+    assert {**cut["native"], "seconds": 81.06} == summary["arms"]["native"]
+    assert 81.06 <= cut["native"]["seconds"] < 100
+    assert cli.main(["report", str(out)]) == 0
+    assert resume(out, "--steps", "2", "--limit", "0") == 0
+    # nothing was left to do
+    assert directory.summary()["arms"]["strict"]["seconds"] == pytest.approx(68.54, abs=0.5)
+
+
+def test_the_seconds_of_a_killed_sitting_are_those_of_its_steps(tmp_path):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "2", "--save-every", "1") == 0
+    directory = RunDirectory(out)
+    of_steps = sum(sum(record["seconds"].values()) for record in directory.steps("strict"))
+    (out / "summary.json").unlink()
+    killed(out)
+    assert resume(out, "--steps", "2") == 0
+    assert of_steps - 0.01 <= directory.summary()["arms"]["strict"]["seconds"] < of_steps + 0.5
+
+
 def test_a_run_whose_time_is_over_says_when_it_saved_nothing(tmp_path, capsys, monkeypatch):
     # and starts no worker for it
     monkeypatch.setattr("rl_parity.fleet.make_launcher", lambda kind, logs: pytest.fail("workers were started"))

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -111,7 +111,12 @@ def _run(
     manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES) if key in earlier}
     algorithm = weight_algorithm(directory.root / MANIFEST, manifest)
     status, reason, code = "failed", "", FAILURE
-    summary: dict[str, Any] = {"arms": {}}
+    before = {name: _before(point, earlier.get("arms", {}).get(name)) for name, point in points.items()}
+    # a sitting may end before it comes to an arm, whose steps and seconds stay as they are
+    done = {name: [*point.records, *point.dropped] for name, point in points.items()}
+    summary: dict[str, Any] = {
+        "arms": {name: _totals(config, name, records, before[name]) for name, records in done.items() if records}
+    }
     try:
         with shield():
             directory.write_manifest(manifest)
@@ -122,7 +127,6 @@ def _run(
                 write_model(config.model, model, seed=config.seed)
         longest = preflight.context(config, model_config)
         tokenizer, prompts = load_prompts(config, model, checkpoint.read_config(model), longest)
-        before = {name: totals["seconds"] for name, totals in earlier.get("arms", {}).items()}
         for name in config.arms:
             arm = Arm(
                 name, config, run_id, directory, model, model_config, profile, prompts, tokenizer, longest, placed,
@@ -140,11 +144,8 @@ def _run(
                     arm.run()
             finally:
                 if arm.records:
-                    seconds = before.get(name, 0.0) + time.monotonic() - started
-                    summary["arms"][name] = {
-                        **summarize(arm.records, round(seconds, 2)),
-                        "plant": config.plant if name == "strict" else None,
-                    }
+                    seconds = before[name] + time.monotonic() - started
+                    summary["arms"][name] = _totals(config, name, arm.records, seconds)
                     write_json(directory.root / SUMMARY, summary)
         status, reason, code = "finished", "", EQUAL
     except MismatchFound as error:
@@ -163,6 +164,16 @@ def _run(
             _finish(directory, summary, status, reason)
     _say(directory, summary, status, reason)
     return code
+
+
+def _before(point: Point, told: Mapping[str, Any] | None) -> float:
+    """Seconds of an arm's earlier sittings; of one that was killed, those of its steps are known."""
+    of_steps = sum(sum(record["seconds"].values()) for record in (*point.records, *point.dropped))
+    return max(told["seconds"] if told else 0.0, of_steps)
+
+
+def _totals(config: RunConfig, arm: str, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    return {**summarize(records, round(seconds, 2)), "plant": config.plant if arm == "strict" else None}
 
 
 def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str, Point]) -> dict[str, Any]:
