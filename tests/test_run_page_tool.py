@@ -17,14 +17,13 @@ def made():
     sys.path.insert(0, str(ROOT / "integrations" / "rl-parity" / "tests"))
     try:
         import parity_rundir
-        import test_parity_landed
     finally:
         sys.path.pop(0)
 
     def write(root, **options):
         run = parity_rundir.write_run(root, **options)
         for arm in run.arms():
-            test_parity_landed.keep_digests(run, arm)
+            parity_rundir.keep_digests(run, arm)
         return run
 
     return write

@@ -9,7 +9,7 @@ from rl_contract import Contract, Profile, Settings
 from rl_parity import metrics
 from rl_parity.checks import Identity, compare_logprobs, judge
 from rl_parity.config import RolloutLayout, RunConfig, TrainLayout
-from rl_parity.rundir import RunDirectory, StepSamples, is_equal, summarize, write_json
+from rl_parity.rundir import RunDirectory, StepSamples, is_equal, record_digests, summarize, write_json
 from vime_sync import PolicyVersion, StepLedger
 
 VERSION = "run-test:0:0123456789ab"
@@ -242,3 +242,19 @@ def on_gpus(run: RunDirectory) -> RunDirectory:
         weights = {"asked": "auto", "transport": "ipc", "reason": None, "sha256_proofs": proofs}
         write_json(run.root / arm / "evidence.json", {**evidence, "reports": reports, "weights": weights, "saves": []})
     return run
+
+
+def keep_digests(run, arm):
+    """What a real ledger has after every step."""
+    path, records = run.root / arm / "ledger.jsonl", run.steps(arm)
+    lines: list[str] = []
+    if '"event":"record"' in path.read_text():
+        return
+    for line in path.read_text().splitlines():
+        lines.append(line)
+        event = json.loads(line)
+        if event["event"] == "step":
+            step = event["step"]
+            digests = record_digests(records[step], StepSamples.load(run.samples_path(arm, step)))
+            lines.append(json.dumps({"event": "record", "step": step, "digests": digests}))
+    path.write_text("".join(f"{line}\n" for line in lines))

@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from parity_rundir import write_run
+from parity_rundir import keep_digests, write_run
 
 from rl_contract import ContractError
 from rl_parity import verify
 from rl_parity.compare import compare_runs
 from rl_parity.landed import LANDED, left_out, spans
 from rl_parity.report import render, write_report
-from rl_parity.rundir import StepSamples, record_digests
 
 
 def landed(root, steps=(1, 2), proven=True):
@@ -24,22 +23,6 @@ def landed(root, steps=(1, 2), proven=True):
     held = {"run_id": run.manifest()["run_id"], "left_out": {arm: list(steps) for arm in ("native", "strict")}}
     (root / LANDED).write_text(json.dumps(held))
     return run
-
-
-def keep_digests(run, arm):
-    """What a real ledger has after every step."""
-    path, records = run.root / arm / "ledger.jsonl", run.steps(arm)
-    lines: list[str] = []
-    if '"event":"record"' in path.read_text():
-        return
-    for line in path.read_text().splitlines():
-        lines.append(line)
-        event = json.loads(line)
-        if event["event"] == "step":
-            step = event["step"]
-            digests = record_digests(records[step], StepSamples.load(run.samples_path(arm, step)))
-            lines.append(json.dumps({"event": "record", "step": step, "digests": digests}))
-    path.write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_a_record_that_nothing_bears_out_is_refused(tmp_path):

@@ -214,14 +214,7 @@ def ledger(
             although the run keeps them: its manifest says so, or its ledger has those of earlier steps.
     """
     path = run.root / arm / "ledger.jsonl"
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "ledger.jsonl"
-        copy.write_text(text, encoding="utf-8")
-        try:
-            with StepLedger(copy, run_id=manifest["run_id"]) as held:
-                pass
-        except ContractError as error:
-            raise ContractError(f"{str(error).replace(str(copy), str(path))}; {REPAIR}") from error
+    held = _replayed(path, text, manifest["run_id"])
     trained = [record for record in records if record.get("loss") is not None]
     if len(held.steps) < len(trained):
         raise ContractError(f"{path} does not hold step {trained[len(held.steps)]['step']}; {REPAIR}")
@@ -232,9 +225,31 @@ def ledger(
         raise ContractError(
             f"{path} holds step {others[0]}, {path.with_name('steps.jsonl')} has none there that was trained; {REPAIR}"
         )
-    unproven: list[int] = []
-    if not deep:
-        return unproven
+    return _digests(run, arm, manifest, held, records, absent) if deep else []
+
+
+def _replayed(path: Path, text: str, run_id: str) -> StepLedger:
+    """The closed ledger that ``text``, of the file at ``path``, tells."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "ledger.jsonl"
+        copy.write_text(text, encoding="utf-8")
+        try:
+            with StepLedger(copy, run_id=run_id) as held:
+                return held
+        except ContractError as error:
+            raise ContractError(f"{str(error).replace(str(copy), str(path))}; {REPAIR}") from error
+
+
+def _digests(
+    run: RunDirectory,
+    arm: str,
+    manifest: Mapping[str, Any],
+    held: StepLedger,
+    records: Sequence[Mapping[str, Any]],
+    absent: Collection[int],
+) -> list[int]:
+    """Compare the ledger's digests with records and samples; returns the steps that it has none of."""
+    path, unproven = run.root / arm / "ledger.jsonl", []
     if bare := sorted(set(absent) - held.recorded.keys()):
         raise ContractError(
             f"{path} has no digests of step {bare[0]}, whose samples were left out: nothing bears its record out; "

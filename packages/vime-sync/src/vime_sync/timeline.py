@@ -161,7 +161,10 @@ class Timeline:
         if len(version.digest) != 64:
             raise ContractError(f"version {version} carries {len(version.digest)} digits; give the manifest's digest")
         if version.step in self.recorded:
-            raise ContractError(f"version {version} is of a step that was recorded as one that consumes nothing")
+            raise ContractError(
+                f"version {version} is of a step that was recorded as one that consumes nothing; such a step ends "
+                "its run, begin another"
+            )
         expected = 0 if self.served is None else self.served.step + 1
         if version.step != expected:
             raise ContractError(f"version {version} does not follow {self.served}; the next step is {expected}")
