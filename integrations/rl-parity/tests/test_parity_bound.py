@@ -191,6 +191,16 @@ CASES = {
     "a ledger cut in its last line": (cut("strict/ledger.jsonl", 5), "is cut off in its last line", True),
     "a ledger without records": (ledger(lambda e: e["event"] != "record"), "lacks the digests of step 0", True),
     "no evidence": (evidence(lambda found: found.update(train={}, rollout={})), "train names 0 workers", True),
+    "no worker, all said to be silent": (
+        evidence(lambda found: found.update(train={}, rollout={}, missing=["trainer-0: gone", "engine-0: gone"])),
+        "no worker is named, the run had 2",
+        True,
+    ),
+    "a worker gone that is not among the silent": (
+        evidence(lambda found: (found["rollout"].clear(), found.update(missing=[]))),
+        "rollout names 0 workers, the run had 1",
+        True,
+    ),
     "one rank without evidence": (
         evidence(lambda found: found["train"].update({"trainer-0": []})),
         "trainer-0 launched no kernel for att",
@@ -331,6 +341,38 @@ def test_an_old_run_says_that_nothing_binds_its_evidence(tmp_path, capsys):
     (run.root / "strict" / "sync.json").write_text("[]")
     with pytest.raises(ContractError, match="no published push"):
         render(run)
+
+
+def test_a_worker_that_did_not_answer_is_said_on_the_page(finished, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    gone = "engine-0: no answer within 60 s"
+    evidence(lambda found: (found["rollout"].clear(), found.update(missing=[gone])))(out)
+    fitted(out)
+    assert cli.main(["report", str(out)]) == 0
+    words = "Unproven: what 1 of the strict arm's workers and engines launched, which did not say it: " + gone
+    assert words in capsys.readouterr().err
+    assert words.replace("'", "&#x27;") in (out / "report.html").read_text()
+    assert "did not say it" not in (finished / "report.html").read_text()
+
+
+def test_as_many_workers_may_be_gone_as_did_not_answer(tmp_path):
+    run = write_run(tmp_path / "run", engines=2)
+    path = run.root / "strict" / "evidence.json"
+    whole = json.loads(path.read_text())
+
+    def left(*names, missing):
+        kept = {side: {k: v for k, v in whole[side].items() if k not in names} for side in ("train", "rollout")}
+        path.write_text(json.dumps({**whole, **kept, "missing": missing}))
+        return render(run)
+
+    engine = ["engine-1/worker-0", "engine-1/worker-1"]
+    assert "did not say it: engine-1: gone." in left(*engine, missing=["engine-1: gone"])
+    assert "2 of the strict arm" in left(*engine, "trainer-3", missing=["trainer-3: gone", "engine-1: gone"])
+    with pytest.raises(ContractError, match="rollout names 2 workers, the run had 4"):
+        left(*engine, "trainer-3", missing=["trainer-3: gone"])
+    with pytest.raises(ContractError, match="train names 2 workers, the run had 4"):
+        left("trainer-2", "trainer-3", missing=["trainer-3: gone"])
 
 
 def test_a_run_that_has_not_ended_is_not_called_equal(tmp_path):

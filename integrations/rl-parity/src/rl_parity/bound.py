@@ -147,13 +147,17 @@ def _problems(
         yield f"reports is {type(reports).__name__}, supported is a mapping"
         return
     profile = Profile.from_dict(manifest["profile"]) if "profile" in manifest else None
+    silent = len(evidence.get("missing") or ())
     compared = not any(record.get("not_compared") for record in records)
     for side, asked in ranks.items():
         workers = evidence.get(side)
         if not isinstance(workers, Mapping):
             yield f"{side} is {workers!r}, supported is a mapping"
             continue
-        if len(workers) != asked and not evidence.get("missing"):
+        # an engine answers for all of its workers, or for none
+        answers = 1 if side == "train" else rollout["tp"]
+        silent -= -(-(asked - len(workers)) // answers)
+        if len(workers) > asked or silent < 0:
             yield f"{side} names {len(workers)} workers, the run had {asked}"
         for name, rows in workers.items():
             if not isinstance(rows, list) or not all(map(_is_row, rows)):
@@ -169,6 +173,8 @@ def _problems(
                 idle = side == "rollout" and engine.isdecimal() and int(engine) * share >= config["batch"]
                 wanted = set() if idle else set(profile.contracts) & _PACKAGES.keys()
                 yield from _kernels(side, name, rows, wanted if shared[side] else wanted - {"collective"})
+    if arm == "strict" and manifest["status"] == "finished" and not any(evidence.get(side) for side in ranks):
+        yield f"no worker is named, the run had {sum(ranks.values())}"
 
 
 def _is_row(row: Any) -> bool:

@@ -103,6 +103,11 @@ def _doubts(summary: Mapping[str, Any]) -> list[str]:
             "Unproven: evidence, pushes and the ends of the files. The manifest has no digests of them, as in old runs "
             "and in those that have not ended."
         )
+    lines += [
+        f"Unproven: what {len(missing)} of the {arm} arm's workers and engines launched, which did not say it: "
+        f"{'; '.join(missing)}."
+        for arm, missing in summary["silent"].items()
+    ]
     lines += [f"Warning: {arm} arm: {text}" for arm, totals in summary["arms"].items() for text in totals["warnings"]]
     return [line for line in lines if line]
 

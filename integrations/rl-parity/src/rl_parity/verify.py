@@ -58,7 +58,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     reward and other figures may be altered without any file contradicting them. ``unbound`` says whether no digest
     holds evidence, pushes and the ends of the files, as in older runs and in those that have not ended. ``not_here``
     lists the steps whose samples were left out on purpose (``rl_parity.landed``): their records alone are held
-    against the ledger.
+    against the ledger. ``silent`` says, by arm, which workers did not tell what they had launched, and why.
 
     Raises:
         ContractError: a file is missing or damaged, or two of them contradict each other; it is named.
@@ -75,6 +75,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     out: dict[str, Any] = {}
     unproven: dict[str, list[int]] = {}
     not_here: dict[str, list[int]] = {}
+    silent: dict[str, list[str]] = {}
     listed = left_out(run.root, manifest["run_id"])
     for arm in _asked(manifest):
         records = _records(run, arm, manifest)
@@ -87,6 +88,8 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
         text = ledger_text(run, arm, manifest)
         if steps := ledger(run, arm, manifest, text, records, deep=True, absent=absent):
             unproven[arm] = steps
+        if missing := run.evidence(arm).get("missing"):
+            silent[arm] = missing
         told = stored.get(arm, {})
         found = _guarded(run.root / arm / "steps.jsonl", records, told)
         if manifest["status"] == "finished" or (manifest["status"] != "running" and told):
@@ -95,7 +98,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     if others := sorted(stored.keys() - out.keys()):
         raise ContractError(f"{run.root / SUMMARY} has totals of {', '.join(others)}, which has no step; {REPAIR}")
     unbound = FILES not in manifest or manifest["status"] == "running"
-    return {"arms": out, "unproven": unproven, "unbound": unbound, "not_here": not_here}
+    return {"arms": out, "unproven": unproven, "unbound": unbound, "not_here": not_here, "silent": silent}
 
 
 def _told(
