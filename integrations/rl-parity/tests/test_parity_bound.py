@@ -230,6 +230,40 @@ CASES = {
 }
 
 
+def pushes(change):
+    def edit(out):
+        path = out / "strict" / "sync.json"
+        found = json.loads(path.read_text())
+        change(found)
+        path.write_text(json.dumps(found))
+
+    return edit
+
+
+SHAPES = {
+    "reports": (evidence(lambda e: e.update(reports=3)), "strict/evidence.json: 'reports' is 3"),
+    "a report": (evidence(lambda e: e["reports"].update({"trainer-0": 3})), "json: 'reports.trainer-0' is 3"),
+    "earlier": (evidence(lambda e: e.update(earlier=5)), "strict/evidence.json: 'earlier' is 5"),
+    "one earlier": (evidence(lambda e: e.update(earlier=[3])), "strict/evidence.json: 'earlier[0]' is 3"),
+    "an earlier report": (evidence(lambda e: e.update(earlier=[{"reports": {"x": 3}}])), "'earlier[0].reports.x' is 3"),
+    "missing": (evidence(lambda e: e.update(missing=2)), "strict/evidence.json: 'missing' is 2"),
+    "one missing": (evidence(lambda e: e.update(missing=[2])), "strict/evidence.json: 'missing[0]' is 2"),
+    "saves": (evidence(lambda e: e.update(saves=[{"step": 1}])), "strict/evidence.json: 'saves[0]' is {'step': 1}"),
+    "workers": (evidence(lambda e: e.update(train=[])), "strict/evidence.json: 'train' is []"),
+    "substitutions": (
+        evidence(lambda e: e["reports"]["trainer-0"].update(substitutions=3), "native"),
+        "native/evidence.json: 'reports.trainer-0.substitutions' is 3",
+    ),
+    "version of a push": (pushes(lambda rows: rows[0].update(version=[1])), "strict/sync.json holds what is no state"),
+    "a push": (pushes(lambda rows: rows.append(3)), "strict/sync.json holds what is no state of a push"),
+    "sittings": (manifest(sittings=5), "manifest.json: 'sittings' is 5"),
+    "a sitting": (manifest(sittings=[3]), "manifest.json: 'sittings[0]' is 3"),
+    "first steps": (manifest(sittings=[{"from_step": {"strict": "0"}}]), "'sittings[0].from_step.strict' is '0'"),
+    "version of a step": (one(1, weight_version=[1]), "strict/steps.jsonl: 'weight_version' is [1]"),
+    "seconds of an arm": (summary(seconds=None), "summary.json says seconds None of the strict arm"),
+}
+
+
 SUMMARIES = {
     "seconds of text": (summary(seconds="1"), "says seconds '1' of the strict arm"),
     "fewer tokens": (summary(tokens=3), "says tokens 3 of the strict arm"),
@@ -274,6 +308,20 @@ def test_what_was_altered_in_a_finished_run_is_named_also_with_the_digests_made_
         recount(out)
     fitted(out)
     refused(out, words, capsys, resumes=resumes)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+@pytest.mark.parametrize("case", SHAPES)
+def test_what_is_of_no_such_shape_is_named_with_its_file(case, old, finished, tmp_path, capsys):
+    change, words = SHAPES[case]
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    change(out)
+    # an older run has no digests that would tell first
+    (manifest(files_sha256=...) if old else fitted)(out)
+    refused(out, words, capsys, resumes=True)
+    assert cli.main(["compare", str(finished), str(out)]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", SUMMARIES)

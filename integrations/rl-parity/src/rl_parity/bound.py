@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_contract import ContractError, Profile
+from rl_parity import shapes
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
 from rl_parity.manifest import FILES, sections_missing
 from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, ends_run
@@ -77,6 +78,7 @@ def check_records(run: RunDirectory, arm: str, records: Sequence[Mapping[str, An
             wrong = ends_run(arm, record)
         except (KeyError, TypeError) as error:
             raise ContractError(f"{path}: step {step} says None where a count belongs ({error}); {REPAIR}") from error
+        require(path, record, {"weight_version": str, "weight_digest": str})
         if trained != fit:
             why = "was compared and may be trained" if fit else "must not be trained"
             raise ContractError(f"{path}: step {step} {why}, its loss is {record.get('loss')!r}; {REPAIR}")
@@ -127,7 +129,7 @@ def check_evidence(
         # workers that ended with the run may have counted nothing
         return
     # the last sitting may have had nothing left to do; what earlier ones counted stands beside it
-    sittings = [evidence, *evidence.get("earlier", [])]
+    sittings = [evidence, *(evidence.get("earlier") or [])]
     found = [list(_problems(arm, sitting, manifest, records)) for sitting in sittings]
     if all(found):
         raise ContractError(f"{path}: {found[0][0]}; {REPAIR}")
@@ -142,10 +144,7 @@ def _problems(
     # prompts go to engines in contiguous shares, of which the last ones may be empty
     share = -(-config["batch"] // rollout["engines"])
     shared = {"train": ranks["train"] > 1, "rollout": rollout["tp"] > 1}
-    reports = evidence.get("reports", {})
-    if not isinstance(reports, Mapping):
-        yield f"reports is {type(reports).__name__}, supported is a mapping"
-        return
+    reports = evidence.get("reports") or {}
     profile = Profile.from_dict(manifest["profile"]) if "profile" in manifest else None
     silent = len(evidence.get("missing") or ())
     compared = not any(record.get("not_compared") for record in records)
@@ -212,8 +211,7 @@ def check_sync(run: RunDirectory, arm: str, manifest: Mapping[str, Any], records
     if manifest["status"] == "running" and not path.is_file():
         return
     rows = read_list(path)
-    if not all(isinstance(row, dict) and {"state", "version"} <= row.keys() for row in rows):
-        raise ContractError(f"{path} holds what is no state of a push; {REPAIR}")
+    shapes.check_sync(path, rows)
     if manifest["status"] == "running":
         return
     sittings = manifest.get("sittings") or [{}]

@@ -16,7 +16,7 @@ def write_evidence(directory: RunDirectory, arm: str, fleet: Fleet, patience: fl
     Counts are those of one sitting; what earlier ones counted is kept under ``earlier``. ``more`` is written as it is.
     """
     before = directory.evidence(arm)
-    earlier = [*before.pop("earlier", []), before] if before else []
+    earlier = [*(before.pop("earlier", None) or []), before] if before else []
     evidence: dict[str, Any] = {"train": {}, "rollout": {}, "reports": {}, "missing": [], **more}
     evidence |= {"earlier": earlier} if earlier else {}
     deadline = time.monotonic() + patience

@@ -150,7 +150,7 @@ def _memory(step: Mapping[str, Any], side: str) -> Sequence[Mapping[str, float]]
 
 
 def _settled(arm: str, manifest: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    first = {0} | {sitting.get("from_step", {}).get(arm, 0) for sitting in manifest.get("sittings") or []}
+    first = {0} | {(sitting.get("from_step") or {}).get(arm, 0) for sitting in manifest.get("sittings") or []}
     kept = [step for step in steps if step["step"] not in first]
     return kept if len(kept) > 1 else steps
 
@@ -167,7 +167,7 @@ def graphs(evidence: Mapping[str, Mapping[str, Any]]) -> str:
     """How each engine worker was compiled, and the CUDA graphs it captured and replayed; empty on a CPU."""
     rows = []
     for arm, data in reversed(list(evidence.items())):
-        for name, report in sorted(data.get("reports", {}).items()):
+        for name, report in sorted((data.get("reports") or {}).items()):
             found, compiled = report.get("graphs"), report.get("compilation", {})
             if found and (found["captures"] or found["replays"]):
                 words = (arm, name, compiled.get("mode", "–"), compiled.get("graphs", "–"))
@@ -192,8 +192,8 @@ def sittings(manifest: Mapping[str, Any]) -> str:
         return ""
     rows = []
     for index, sitting in enumerate(found):
-        begins = ", ".join(f"{arm} {step}" for arm, step in sitting.get("from_step", {}).items()) or "0"
-        again = ", ".join(f"{arm} {len(steps)}" for arm, steps in sitting.get("done_again", {}).items()) or "–"
+        begins = ", ".join(f"{arm} {step}" for arm, step in (sitting.get("from_step") or {}).items()) or "0"
+        again = ", ".join(f"{arm} {len(steps)}" for arm, steps in (sitting.get("done_again") or {}).items()) or "–"
         gpus = {gpu["name"] for gpu in sitting.get("gpus") or []}
         where = ", ".join(sorted(gpus)) or str((sitting.get("hardware") or {}).get("processor", "–"))
         rows.append(

@@ -142,8 +142,8 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
         if event.get("event") in ("version", "resume") and event.get("step") == point.step:
             said.append((path, event.get("digest")))
     evidence = directory.evidence(arm)
-    for sitting in (evidence, *evidence.get("earlier", [])):
-        saves = sitting.get("saves") or [] if isinstance(sitting, Mapping) else []
+    for sitting in (evidence, *(evidence.get("earlier") or [])):
+        saves = sitting.get("saves") or []
         said += [(directory.root / arm / "evidence.json", s["digest"]) for s in saves if s["step"] == point.step]
     said += [(path.with_name("steps.jsonl"), r.get("weight_digest")) for r in point.dropped if r["step"] == point.step]
     for where, digest in said:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import zipfile
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl_contract import ContractError
+from rl_parity import shapes
 from rl_parity.jsonfile import REPAIR, lines, read_object, read_text, require
 from rl_parity.lock import LOCK
 
@@ -209,18 +211,27 @@ class RunDirectory:
                 f"{path}: 'status' is {data['status']!r}, supported are {', '.join(STATUSES)}; {REPAIR}"
             )
         require(path, data["config"], {"steps": int, "arm": str, "train": dict, "rollout": dict})
+        shapes.check_sittings(path, data)
         return data
 
     def summary(self) -> dict[str, Any]:
-        """Each arm's totals; raises as ``manifest`` does."""
-        data = self._read(SUMMARY)
-        require(self.root / SUMMARY, data, {"arms": dict})
+        """Each arm's totals, of which ``seconds`` is a number; raises as ``manifest`` does."""
+        path, data = self.root / SUMMARY, self._read(SUMMARY)
+        require(path, data, {"arms": dict})
+        for arm, totals in data["arms"].items():
+            seconds: Any = totals.get("seconds", 0.0) if isinstance(totals, dict) else totals
+            if not isinstance(totals, dict) or type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
+                raise ContractError(f"{path} says seconds {seconds!r} of the {arm} arm; {REPAIR}")
         return data
 
     def evidence(self, arm: str) -> dict[str, Any]:
         """What the workers of the arm counted, {} where it was not written; raises as ``manifest`` does."""
         path = self.root / arm / "evidence.json"
-        return read_object(path) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        found = read_object(path)
+        shapes.check_evidence(path, found)
+        return found
 
     def steps(self, arm: str, *, torn: bool = False) -> list[dict[str, Any]]:
         """The arm's step records, [] where there are none.

@@ -20,6 +20,7 @@ from rl_parity import checkpoint, lock, metrics, preflight, resume
 from rl_parity.bound import file_digests
 from rl_parity.config import RunConfig
 from rl_parity.data import load_prompts
+from rl_parity.jsonfile import require
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
@@ -169,7 +170,7 @@ def _run(
 def _before(point: Point, told: Mapping[str, Any] | None) -> float:
     """Seconds of an arm's earlier sittings; of one that was killed, those of its steps are known."""
     of_steps = sum(sum(record["seconds"].values()) for record in (*point.records, *point.dropped))
-    return max(told["seconds"] if told else 0.0, of_steps)
+    return max(told.get("seconds", 0.0) if told else 0.0, of_steps)
 
 
 def _totals(config: RunConfig, arm: str, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
@@ -183,6 +184,8 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
         ContractError: the run holds other contracts than these packages build.
     """
     old = directory.manifest()
+    require(directory.root / MANIFEST, old, {"fingerprints": dict})
+    require(directory.root / MANIFEST, old["fingerprints"], {"profile": str})
     if old["fingerprints"]["profile"] != manifest["fingerprints"]["profile"]:
         raise ContractError(
             f"{directory.root} holds contracts {old['fingerprints']['profile'][:12]}, these packages build "
@@ -225,8 +228,8 @@ def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reaso
 
 def _native_notes(directory: RunDirectory) -> list[str]:
     """What the native arm could not run of the engines' own operators, as its trainer ranks reported."""
-    reports = directory.evidence("native").get("reports", {})
-    found = [s for report in reports.values() for s in report.get("substitutions", [])]
+    reports = directory.evidence("native").get("reports") or {}
+    found = [s for report in reports.values() for s in report.get("substitutions") or []]
     return list(dict.fromkeys(f"native arm runs {s['used']} instead of {s['stock']}: {s['why']}" for s in found))
 
 
