@@ -187,9 +187,9 @@ def test_bad_input_a_file_to_write_is_no_folder_and_below_none_that_is_not(tmp_p
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=why):
             file_to_write(str(path))
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(argparse.ArgumentTypeError, match="may not be written to"):
-        file_to_write(str(tmp_path / "new" / "x"))
+    # nobody may make a file there, root included
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot be written to"):
+        file_to_write("/proc/new/x")
     assert file_to_write(str(tmp_path / "file")) == tmp_path / "file"
     assert {p.name for p in tmp_path.iterdir()} == {"file"}
 
@@ -219,3 +219,21 @@ def test_certifying_some_shapes_keeps_the_claims_of_the_others(monkeypatch):
     assert found[1]["claims"] == [
         claim("forward", 128), claim("dx", 128), claim("forward", 256, 65), claim("forward", 512)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "said"),
+    [
+        ("decode >= 0.97", 0.97, ""),
+        ("decode >= 0.97", 0.969, ", **short**"),
+        ("memory <= 2", 1.02, ""),
+        ("memory <= 2", 2.1, ", **short**"),
+        ("chain, worst cell", 0.1, ""),
+        ("decode >= 0.97", None, ""),
+    ],
+)
+def test_a_target_that_is_missed_is_said_to_be(target, value, said):
+    loader = importlib.machinery.SourceFileLoader("results_tool", str(TOOLS / "results"))
+    tool = importlib.util.module_from_spec(importlib.util.spec_from_loader("results_tool", loader))
+    loader.exec_module(tool)
+    assert tool.missed(target, value) == said

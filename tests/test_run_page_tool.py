@@ -39,7 +39,7 @@ def test_a_landed_run_is_read_again_and_gives_the_same_page(made, tmp_path, run_
     from rl_parity.rundir import RunDirectory
 
     run, out = made(tmp_path / "run", steps=4), tmp_path / "results" / "r"
-    command = [sys.executable, str(TOOL), str(run.root), "--out", str(out), "--commit", "c0ffee"]
+    command = [sys.executable, str(TOOL), str(run.root), "--out", str(out), "--commit", "c0ffee1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "strict: 4 steps, 192 log-probabilities compared, 0 differ" in done.stdout
@@ -59,7 +59,7 @@ def test_a_landed_run_is_read_again_and_gives_the_same_page(made, tmp_path, run_
     again = run_tool("run_page", out, "--out", out)
     assert again.returncode == 0, again.stderr
     assert (out.with_name("r.md").read_text(), files(out)) == before
-    assert run_tool("run_page", out, "--out", out, "--commit", "other").returncode == 1
+    assert run_tool("run_page", out, "--out", out, "--commit", "0ddba11").returncode == 1
 
 
 def test_a_landed_manifest_names_no_path(made, tmp_path, monkeypatch):
@@ -100,10 +100,22 @@ def test_bad_input_a_run_that_does_not_bear_itself_out_lands_nothing(made, tmp_p
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records[2]["loss"] += 1.0
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    done = run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee")
+    done = run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee1")
     assert done.returncode == 1
     assert "another record of step 2" in done.stderr
     assert not out.parent.exists() or not list(out.parent.iterdir())
+
+
+def test_bad_input_a_run_is_not_landed_on_itself_nor_without_a_commit(made, tmp_path, run_tool):
+    pytest.importorskip("matplotlib")
+    run = made(tmp_path / "run", steps=2)
+    done = run_tool("run_page", run.root, "--out", run.root, "--commit", "c0ffee1")
+    assert done.returncode == 1
+    assert "itself, which was not landed" in done.stderr
+    assert not (run.root / "landed.json").exists()
+    done = run_tool("run_page", run.root, "--out", tmp_path / "page", "--commit", "HEAD")
+    assert done.returncode == 2
+    assert "'HEAD' is no commit" in done.stderr
 
 
 def test_bad_input_what_lies_there_is_not_written_over(made, tmp_path, run_tool):
@@ -112,7 +124,7 @@ def test_bad_input_what_lies_there_is_not_written_over(made, tmp_path, run_tool)
     assert "unknown: give the one of all runs with --commit" in run_tool("run_page", run.root, "--out", out).stderr
     out.mkdir()
     (out / "mine").write_text("kept")
-    done = run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee")
+    done = run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee1")
     assert done.returncode == 1
     assert "was not written by this tool" in done.stderr
     assert files(tmp_path / "r") == {"mine"}

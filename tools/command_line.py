@@ -3,9 +3,9 @@
 import argparse
 import json
 import math
-import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -56,9 +56,22 @@ def file_to_write(text):
     near = next(p for p in (path, *path.absolute().parents) if p.exists())
     if near != path and not near.is_dir():
         raise argparse.ArgumentTypeError(f"{near} is a file, so {text} cannot be written below it")
-    if not os.access(near, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{near} may not be written to; name a file elsewhere")
+    try:
+        # permissions alone don't tell: some file systems take no new file from anyone
+        if near.is_dir():
+            tempfile.TemporaryFile(dir=near).close()
+        else:
+            near.open("ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{near} cannot be written to ({error}); name a file elsewhere") from error
     return path
+
+
+def commit(text):
+    """The name of a commit, as git abbreviates it."""
+    if not re.fullmatch("[0-9a-f]{7,40}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no commit; give 7 to 40 hexadecimal digits")
+    return text
 
 
 def read_json(path, **kinds):
