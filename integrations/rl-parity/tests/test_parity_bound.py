@@ -144,6 +144,8 @@ def recount(out):
     write_json(path, found)
 
 
+SECTIONS = ("profile", "seeds", "fingerprints", "weight_digest", "reason")
+
 # what is done, what is said, and whether resuming refuses it too, if need be in which words
 CASES = {
     "a step said not to be trained": (one(2, loss=None), "step 2 was compared and may be trained", True),
@@ -226,7 +228,7 @@ CASES = {
         True,
     ),
     "no pushes": (lambda out: (out / "strict" / "sync.json").write_text("[]"), "has no published push of", True),
-    **{f"no {name}": (manifest(**{name: ...}), f"lacks {name}", True) for name in ("profile", "seeds", "fingerprints")},
+    **{f"no {name}": (manifest(**{name: ...}), f"lacks {name}", True) for name in SECTIONS},
 }
 
 
@@ -332,6 +334,33 @@ def test_a_summary_that_its_steps_do_not_bear_out_is_named(case, finished, tmp_p
     change(out)
     fitted(out)
     refused(out, words, capsys, resumes=False)
+
+
+def test_a_resumed_run_whose_manifest_lost_its_sittings_is_refused(workers, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["run", "--out", str(out), "--steps", "1", "--save-every", "1", *SMALL]) == 0
+    assert cli.main(["run", "--resume", str(out), "--steps", "2"]) == 0
+    assert cli.main(["report", str(out)]) == 0
+    sittings = RunDirectory(out).manifest()["sittings"]
+    assert [s.get("from_step") for s in sittings] == [None, {"strict": 1}]
+    capsys.readouterr()
+    for left in (..., [], sittings[:1], [sittings[0], {**sittings[1], "from_step": {"native": 1}}]):
+        manifest(sittings=left)(out)
+        refused(out, "manifest.json has no sitting that went on from step 1 of the strict arm", capsys, resumes=False)
+    manifest(sittings=sittings)(out)
+    assert cli.main(["report", str(out)]) == 0
+
+
+def test_a_section_that_is_missing_is_named_before_the_weights_are_held_against_another_digest(
+    finished, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    manifest(weight_digest=...)(out)
+    assert cli.main(["compare", str(finished), str(out)]) == 2
+    said = capsys.readouterr().err
+    assert f"{out / 'manifest.json'} lacks weight_digest, which its version writes" in said
+    assert "safetensors" not in said
 
 
 @pytest.mark.parametrize("name", ["strict/steps.jsonl", "strict/evidence.json", "native/sync.json", "summary.json"])

@@ -11,7 +11,7 @@ from typing import Any
 from rl_contract import ContractError, Profile
 from rl_parity import shapes
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
-from rl_parity.manifest import FILES, sections_missing
+from rl_parity.manifest import FILES
 from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, ends_run
 
 _OF_AN_ARM = ("steps.jsonl", "ledger.jsonl", "evidence.json", "sync.json")
@@ -45,8 +45,6 @@ def check_files(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
     path = run.root / MANIFEST
     if FILES not in manifest:
         return
-    if missing := sections_missing(manifest):
-        raise ContractError(f"{path} lacks {', '.join(missing)}, which its version writes; {REPAIR}")
     if manifest["status"] == "running":
         return
     reason, finished = manifest.get("reason"), manifest.get("finished")

@@ -16,11 +16,11 @@ from vime_sync.digest import check_algorithm
 
 DIGEST = "config_sha256"
 FILES = "files_sha256"
+WEIGHTS = "weight_digest"
 _SECTIONS = (
     *("command", DIGEST, "seeds", "sampling", "topology", "gpus", "placement", "profile", "fingerprints", "plant"),
-    *("versions", "hardware", "notes", "started"),
+    *("versions", "hardware", "notes", "started", "reason", WEIGHTS),
 )
-WEIGHTS = "weight_digest"
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -45,9 +45,11 @@ def topology(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def sections_missing(manifest: Mapping[str, Any]) -> list[str]:
-    """Sections that every manifest of this version has and this one lacks."""
-    return [name for name in _SECTIONS if name not in manifest]
+def check_sections(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ContractError where a section is not there that every manifest with ``FILES`` has."""
+    missing = [name for name in _SECTIONS if name not in manifest]
+    if FILES in manifest and missing:
+        raise ContractError(f"{path} lacks {', '.join(missing)}, which its version writes; {REPAIR}")
 
 
 def read_config(path: Path, manifest: Mapping[str, Any]) -> RunConfig:
@@ -62,8 +64,9 @@ def check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     """Prove that the configuration is the one that the other sections speak of; one that is not there says nothing.
 
     Raises:
-        ContractError: a field of another type, or sections that contradict each other; all are named.
+        ContractError: a field of another type, sections that are missing, or contradict each other; all are named.
     """
+    check_sections(path, manifest)
     config = read_config(path, manifest)
     weight_algorithm(path, manifest)
     problems = [*_sections(manifest, config), *_commands(manifest, config), *_fingerprints(manifest)]

@@ -14,7 +14,7 @@ from rl_parity import bound, checkpoint
 from rl_parity.checks import compare_logprobs
 from rl_parity.jsonfile import REPAIR, read_object, read_text
 from rl_parity.landed import left_out
-from rl_parity.manifest import FILES, WEIGHTS, check_manifest, read_config, weight_algorithm
+from rl_parity.manifest import FILES, WEIGHTS, check_manifest, check_sections, read_config, weight_algorithm
 from rl_parity.models import hf_config, spec_of
 from rl_parity.rewards import Rewards
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, StepSamples, record_digests, summarize
@@ -37,6 +37,7 @@ def whole(run: RunDirectory, *, model: bool = True) -> None:
         model: also read the run's copy of a built-in model.
     """
     manifest = run.manifest()
+    check_sections(run.root / MANIFEST, manifest)
     read_config(run.root / MANIFEST, manifest)
     every = {arm: _records(run, arm, manifest) for arm in _asked(manifest)}
     for arm, records in every.items():
@@ -217,6 +218,13 @@ def ledger(
     """
     path = run.root / arm / "ledger.jsonl"
     held = _replayed(path, text, manifest["run_id"])
+    # an older run has no digests, and nothing but its manifest tells of its sittings
+    told = [(sitting.get("from_step") or {}).get(arm) for sitting in manifest.get("sittings") or []]
+    if FILES in manifest and (unknown := [step for step, _ in held.sittings if step not in told]):
+        raise ContractError(
+            f"{run.root / MANIFEST} has no sitting that went on from step {unknown[0]} of the {arm} arm, which {path} "
+            f"holds; {REPAIR}"
+        )
     trained = [record for record in records if record.get("loss") is not None]
     if len(held.steps) < len(trained):
         raise ContractError(f"{path} does not hold step {trained[len(held.steps)]['step']}; {REPAIR}")
