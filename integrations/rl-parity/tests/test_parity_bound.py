@@ -261,7 +261,9 @@ SHAPES = {
     "sittings": (manifest(sittings=5), "manifest.json: 'sittings' is 5"),
     "a sitting": (manifest(sittings=[3]), "manifest.json: 'sittings[0]' is 3"),
     "first steps": (manifest(sittings=[{"from_step": {"strict": "0"}}]), "'sittings[0].from_step.strict' is '0'"),
-    "version of a step": (one(1, weight_version=[1]), "strict/steps.jsonl: 'weight_version' is [1]"),
+    "version of a step": (one(1, weight_version=[1]), "strict/steps.jsonl, line 2: 'weight_version' is [1]"),
+    "a count": (one(1, mismatch_count="0"), "step 1 says '0' of mismatch_count where a count belongs"),
+    "seconds": (one(1, seconds={"push": "1"}), "step 1 says '1' seconds of push"),
     "seconds of an arm": (summary(seconds=None), "summary.json says seconds None of the strict arm"),
 }
 

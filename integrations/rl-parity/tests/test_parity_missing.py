@@ -152,3 +152,23 @@ def test_a_killed_run_has_a_report_of_what_it_did(tmp_path):
     for name in ("summary.json", "strict/evidence.json", "strict/sync.json"):
         (run.root / name).unlink()
     assert "valid tokens compared" in render(run)
+
+
+@pytest.mark.parametrize("whole", [3, 0])
+def test_a_killed_run_whose_last_record_is_torn_has_a_report_of_those_before(tmp_path, whole):
+    run = write_run(tmp_path / "run", arms=("strict",), steps=whole + 1, differs=(), status="running")
+    path = run.root / "strict" / "steps.jsonl"
+    path.write_text(path.read_text()[:-40])
+    (run.root / "summary.json").unlink()
+    page = render(run)
+    assert "<h1>The run has not ended</h1>" in page if whole else "<h1>Nothing was compared</h1>" in page
+    assert [record["step"] for record in run.recorded("strict", run.manifest())] == list(range(whole))
+    assert cli.main(["compare", str(run.root), str(run.root)]) == 0
+
+
+def test_an_ended_run_has_no_torn_record(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    path = run.root / "strict" / "steps.jsonl"
+    path.write_text(path.read_text()[:-40])
+    assert cli.main(["report", str(run.root)]) == 2
+    assert f"{path}, line 4 is not whole JSON" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from rl_contract import ContractError, Profile
 from rl_parity import shapes
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
 from rl_parity.manifest import FILES
-from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, ends_run
+from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, ends_run
 
 _OF_AN_ARM = ("steps.jsonl", "ledger.jsonl", "evidence.json", "sync.json")
 # whose kernels compute each boundary; a communicator of one rank launches nothing
@@ -65,18 +65,30 @@ def check_files(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
             )
 
 
+def check_figures(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ContractError where a record has no counts, seconds or weights."""
+    path = run.root / arm / "steps.jsonl"
+    for line, record in enumerate(records, start=1):
+        for name in (*COUNTS, "forward_mismatch_count"):
+            if type(count := record.get(name)) is not int:
+                raise ContractError(
+                    f"{path}: step {record['step']} says {count!r} of {name} where a count belongs; {REPAIR}"
+                )
+        require(path, record, {"weight_version": str, "weight_digest": str, "seconds": dict}, line)
+        for phase, spent in record["seconds"].items():
+            if type(spent) not in (int, float):
+                raise ContractError(f"{path}: step {record['step']} says {spent!r} seconds of {phase}; {REPAIR}")
+
+
 def check_records(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Raise ContractError where a step is trained that must not be, or the other way round, or follows a bad one."""
     path = run.root / arm / "steps.jsonl"
+    check_figures(run, arm, records)
     for record in records:
         step, trained = record["step"], record.get("loss") is not None
-        try:
-            # a mismatch of the training forward is found when the step is trained already
-            fit = not ends_run(arm, {**record, "forward_mismatch_count": 0})
-            wrong = ends_run(arm, record)
-        except (KeyError, TypeError) as error:
-            raise ContractError(f"{path}: step {step} says None where a count belongs ({error}); {REPAIR}") from error
-        require(path, record, {"weight_version": str, "weight_digest": str})
+        # a mismatch of the training forward is found when the step is trained already
+        fit = not ends_run(arm, {**record, "forward_mismatch_count": 0})
+        wrong = ends_run(arm, record)
         if trained != fit:
             why = "was compared and may be trained" if fit else "must not be trained"
             raise ContractError(f"{path}: step {step} {why}, its loss is {record.get('loss')!r}; {REPAIR}")

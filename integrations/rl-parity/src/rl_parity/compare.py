@@ -112,7 +112,7 @@ def _settings(out: Comparison, a: dict[str, Any], b: dict[str, Any]) -> None:
 def _arm(
     out: Comparison, arm: str, a: RunDirectory, b: RunDirectory, run_ids: list[str], without: tuple[str, ...]
 ) -> None:
-    records = [{record["step"]: record for record in run.steps(arm)} for run in (a, b)]
+    records = [{record["step"]: record for record in run.recorded(arm, run.manifest())} for run in (a, b)]
     # an interrupted run may hold the samples of a step that it did not record
     stored = [{*known, *run.sample_steps(arm)} for run, known in zip((a, b), records)]
     for step in sorted(stored[0] | stored[1]):

@@ -62,7 +62,7 @@ def render(run: RunDirectory, *, model: bool = True) -> str:
 
 def _page(run: RunDirectory, summary: Mapping[str, Any]) -> str:
     manifest = run.manifest()
-    steps = {arm: run.steps(arm) for arm in run.arms()}
+    steps = {arm: run.recorded(arm, manifest) for arm in run.arms()}
     evidence = {arm: run.evidence(arm) for arm in steps}
     strict = run.evidence("strict")
     sections = [

@@ -112,6 +112,8 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
     manifest = directory.manifest()
     _writable(directory.root)
     records = {arm: [*point.records, *point.dropped] for arm, point in found.items()}
+    for arm, mine in records.items():
+        bound.check_figures(directory, arm, mine)
     bound.check_status(directory, manifest, records)
     if ended := [arm for arm, mine in records.items() if any(ends_run(arm, record) for record in mine)]:
         raise ContractError(f"--resume {directory.root}: the {ended[0]} arm ended with a mismatch; start the run again")

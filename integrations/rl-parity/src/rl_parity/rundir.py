@@ -263,6 +263,10 @@ class RunDirectory:
             records.append(record)
         return records
 
+    def recorded(self, arm: str, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """``steps``, where a run that has not ended may have left a torn last line: its step will be done again."""
+        return self.steps(arm, torn=manifest["status"] == "running")
+
     def arms(self) -> list[str]:
         return [arm for arm in ("native", "strict") if (self.root / arm / "steps.jsonl").is_file()]
 

@@ -147,7 +147,7 @@ def _records(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> list[d
         done = run.summary()["arms"].get(arm, {}).get("steps") if (run.root / SUMMARY).is_file() else 0
         if manifest["status"] == "finished" or done:
             raise ContractError(f"{path} is missing; {REPAIR}")
-    return run.steps(arm)
+    return run.recorded(arm, manifest)
 
 
 def arm_files(run: RunDirectory, arm: str, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
