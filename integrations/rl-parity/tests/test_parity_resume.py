@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from rl_contract import ContractError
 from rl_parity import cli, loop, preflight, runner, state
 from rl_parity.bound import file_digests
+from rl_parity.launch import WorkerFailure
 from rl_parity.rundir import RunDirectory, StepSamples
 from vime_sync import Manifest, StepLedger
 
@@ -123,6 +124,53 @@ def test_an_arm_that_a_sitting_does_not_come_to_keeps_its_totals_and_seconds(tmp
     assert resume(out, "--steps", "2", "--limit", "0") == 0
     # nothing was left to do
     assert directory.summary()["arms"]["strict"]["seconds"] == pytest.approx(68.54, abs=0.5)
+
+
+@pytest.mark.parametrize("ends", ["by its limit", "as its workers start"])
+def test_a_killed_arm_goes_on_after_a_sitting_that_did_none_of_its_steps(tmp_path, capsys, monkeypatch, ends):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert start(whole, "--arm", "both", "--steps", "4") == 0
+    assert start(out, "--arm", "both", "--steps", "2", "--save-every", "2") == 0
+    # killed in the strict arm, after a step behind its state: nobody was asked what they launched and pushed
+    killed(out)
+    strict, directory = out / "strict", RunDirectory(out)
+    saved = directory.steps("strict")
+    for name in ("evidence.json", "sync.json"):
+        (strict / name).unlink()
+    edited(out / "summary.json", arms={"native": directory.summary()["arms"]["native"]})
+    with open(strict / "steps.jsonl", "a") as stream:
+        stream.write(json.dumps(RunDirectory(whole).steps("strict")[2]) + '\n{"step": 3, "cut o')
+    (strict / "samples" / "step-00002.npz").write_bytes((strict / "samples" / "step-00001.npz").read_bytes())
+    with open(strict / "ledger.jsonl", "a") as stream:
+        stream.write('{"event":"ver')
+    with monkeypatch.context() as patch:
+        if ends == "by its limit":
+            # in the native arm, which comes first
+            assert resume(out, "--steps", "4", "--limit", "0.001") == 130
+        else:
+            fleet = loop.Fleet
+
+            def none_left(config, arm, *args, **more):
+                if arm == "strict":
+                    raise WorkerFailure("engine-0: no memory")
+                return fleet(config, arm, *args, **more)
+
+            patch.setattr(loop, "Fleet", none_left)
+            assert resume(out, "--steps", "4") == 3
+    assert directory.steps("strict") == saved
+    assert directory.sample_steps("strict") == [0, 1]
+    assert directory.summary()["arms"]["strict"]["steps"] == 2
+    capsys.readouterr()
+    assert cli.main(["report", str(out)]) == 0
+    assert "Unproven: what 1 of the strict arm's workers and engines launched" in capsys.readouterr().err
+    if ends == "by its limit":
+        before = contents(out)
+        assert resume(out, "--steps", "2", "--limit", "0") == 2
+        assert "all 2 steps of the strict arm are done, and nothing shows what launched them" in capsys.readouterr().err
+        assert contents(out) == before
+    assert resume(out, "--steps", "4", "--limit", "0") == 0
+    assert cli.main(["report", str(out)]) == 0
+    assert cli.main(["compare", str(whole), str(out)]) == 0
 
 
 def test_the_seconds_of_a_killed_sitting_are_those_of_its_steps(tmp_path):

@@ -46,3 +46,14 @@ def write_sync(directory: RunDirectory, arm: str, publisher: Publisher) -> None:
     before = read_list(path) if path.is_file() else []
     rows = [{"state": str(t.state), "version": t.version, "at": t.at, "seconds": t.seconds} for t in publisher.history]
     write_json(path, [*before, *rows])
+
+
+def write_untold(directory: RunDirectory) -> None:
+    """Say so where an arm has steps and nothing tells of its workers or pushes: the sitting that did them was killed."""
+    for arm in directory.arms():
+        path = directory.root / arm / "evidence.json"
+        if not path.is_file():
+            missing = ["all of a sitting that ended before they were asked"]
+            write_json(path, {"train": {}, "rollout": {}, "reports": {}, "missing": missing})
+        if not path.with_name("sync.json").is_file():
+            write_json(path.with_name("sync.json"), [])

@@ -132,6 +132,8 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         if spec_of(config.model) is None:
             verify.weights(Path(config.model), digest, weight_algorithm(directory.root / MANIFEST, manifest))
         _state(point.saved, config)
+        if point.step == config.steps:
+            _told(directory, arm, manifest, point)
     bound.check_files(directory, manifest)
 
 
@@ -157,6 +159,17 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
             )
 
 
+def _told(directory: RunDirectory, arm: str, manifest: Mapping[str, Any], point: Point) -> None:
+    """Raise where an arm has nothing left to do, and would finish without evidence of what its workers launched."""
+    try:
+        bound.check_evidence(directory, arm, {**manifest, "status": "finished"}, point.records)
+    except ContractError as error:
+        raise ContractError(
+            f"--resume {directory.root}: all {point.step} steps of the {arm} arm are done, and nothing shows what "
+            f"launched them ({error}); ask for more --steps, whose workers will be asked"
+        ) from error
+
+
 def _state(saved: Saved, config: RunConfig) -> None:
     if len(saved.ranks) != config.train.world_size:
         raise ContractError(
@@ -176,20 +189,21 @@ def _writable(root: Path) -> None:
             raise ContractError(f"{path} cannot be written; make it writable, or resume a copy of the run directory")
 
 
-def rewind(directory: RunDirectory, arm: str, point: Point) -> None:
-    """Take back what was done after the saved state and will be done again: records, samples, ledger lines."""
-    root = directory.root / arm
-    _replace(root / "steps.jsonl", "".join(json.dumps(record) + "\n" for record in point.records))
-    for step in directory.sample_steps(arm):
-        if step >= point.step:
-            directory.samples_path(arm, step).unlink()
-    ledger = root / "ledger.jsonl"
-    _replace(ledger, "".join(_kept(ledger, point.step)))
-
-
-def restart(directory: RunDirectory, arm: str) -> None:
-    """Remove an arm that never recorded a step, so that it can begin."""
-    shutil.rmtree(directory.root / arm, ignore_errors=True)
+def take_back(directory: RunDirectory, found: Mapping[str, Point]) -> None:
+    """Take back, in every arm, what was done after its saved state and will be done again: records, samples, ledger
+    lines. Whichever arm the sitting ends in, the files of all then agree. An arm that saved no state begins anew.
+    """
+    for arm, point in found.items():
+        root = directory.root / arm
+        if point.saved is None:
+            shutil.rmtree(root, ignore_errors=True)
+            continue
+        _replace(root / "steps.jsonl", "".join(json.dumps(record) + "\n" for record in point.records))
+        for step in directory.sample_steps(arm):
+            if step >= point.step:
+                directory.samples_path(arm, step).unlink()
+        ledger = root / "ledger.jsonl"
+        _replace(ledger, "".join(_kept(ledger, point.step)))
 
 
 def _kept(path: Path, step: int) -> list[str]:

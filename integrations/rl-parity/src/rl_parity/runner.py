@@ -20,6 +20,7 @@ from rl_parity import checkpoint, lock, metrics, preflight, resume
 from rl_parity.bound import file_digests
 from rl_parity.config import RunConfig
 from rl_parity.data import load_prompts
+from rl_parity.evidence import write_untold
 from rl_parity.jsonfile import require
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
@@ -113,14 +114,17 @@ def _run(
     algorithm = weight_algorithm(directory.root / MANIFEST, manifest)
     status, reason, code = "failed", "", FAILURE
     before = {name: _before(point, earlier.get("arms", {}).get(name)) for name, point in points.items()}
-    # a sitting may end before it comes to an arm, whose steps and seconds stay as they are
-    done = {name: [*point.records, *point.dropped] for name, point in points.items()}
+    # a sitting may end before it comes to an arm, whose saved steps and seconds stay as they are
     summary: dict[str, Any] = {
-        "arms": {name: _totals(config, name, records, before[name]) for name, records in done.items() if records}
+        "arms": {
+            name: _totals(config, name, point.records, before[name]) for name, point in points.items() if point.records
+        }
     }
     try:
         with shield():
             directory.write_manifest(manifest)
+            if again:
+                resume.take_back(directory, points)
         model = Path(config.model).resolve()
         if spec_of(config.model) is not None:
             model = directory.root / "model"
@@ -134,10 +138,7 @@ def _run(
                 algorithm=algorithm, deadline=deadline,
             )  # fmt: skip
             point = points[name]
-            if again and point.saved is None:
-                resume.restart(directory, name)
             if point.saved is not None:
-                resume.rewind(directory, name, point)
                 arm.saved, arm.records = point.saved, list(point.records)
             started = time.monotonic()
             try:
@@ -209,6 +210,7 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
 
 
 def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reason: str) -> None:
+    write_untold(directory)
     write_json(directory.root / SUMMARY, {**summary, "status": status})
     manifest = directory.manifest()
     notes = [*manifest["notes"], *_native_notes(directory)]
