@@ -49,7 +49,7 @@ def write_sync(directory: RunDirectory, arm: str, publisher: Publisher) -> None:
 
 
 def write_untold(directory: RunDirectory) -> None:
-    """Say so where an arm has steps and nothing tells of its workers or pushes: the sitting that did them was killed."""
+    """Say so where an arm has steps and nothing tells of its workers or pushes: its sitting was killed."""
     for arm in directory.arms():
         path = directory.root / arm / "evidence.json"
         if not path.is_file():
