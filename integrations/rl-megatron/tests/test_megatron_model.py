@@ -406,6 +406,11 @@ def test_samples_out_of_range_are_listed_at_once() -> None:
         ((torch.tensor([True]), [6]), "token id tensor(True)"),
         ((np.array([5.0]), [6]), "5.0"),
         ((np.array([True]), [6]), "True"),
+        (({7, 5}, [6]), "prompt={5, 7}, supported: a sequence"),
+        (([5], {6: 7}), "response={6: 7}, supported: a sequence"),
+        (([5], [6], {True}), "mask={True}, supported: a sequence"),
+        ((torch.tensor(5), [6]), "prompt=tensor(5), supported: a sequence"),
+        ((np.array(5), [6]), "prompt=array(5), supported: a sequence"),
         (([5], [6, 7], [2, 0]), "2 in its mask, supported: True and False"),
         (([5], [6, 7], [1.0, 0.0]), "1.0 in its mask"),
         (([5], [6], [None]), "None in its mask"),
@@ -430,6 +435,12 @@ def test_samples_may_hold_any_integers_and_bools() -> None:
             got = pack([{"prompt": of([5, 6]), "response": of([7, 8]), "mask": of(mask), "id": "a"}])
             assert all(torch.equal(a, b) for a, b in zip(got._packed, wanted._packed))
             assert torch.equal(got.loss_mask, wanted.loss_mask)
+
+
+@pytest.mark.parametrize("size", [{"vocab": 97.0}, {"vocab": None}, {"cp": 0}, {"cp": True}, {"cp": "2"}, {"cp": -2}])
+def test_sizes_of_a_batch_that_are_no_counts_are_refused(size: dict[str, Any]) -> None:
+    with pytest.raises(ContractError, match=r"(vocab_size|cp)=.*, supported: an integer of 1 and above"):
+        pack([([1], [2])], **size)
 
 
 @pytest.mark.parametrize("budget", [0, -5, 1.5, True, "8"])

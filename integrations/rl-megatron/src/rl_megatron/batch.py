@@ -1,6 +1,6 @@
 """Samples packed one after another, the rows to score, and the split over context parallel ranks."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Integral
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import rl_attn
 from rl_contract import Communicator, ContractError, TokenShards
+from rl_contract.checks import whole_number
 from rl_contract.devices import to_device
 
 T = TypeVar("T")
@@ -102,11 +103,15 @@ class PackedBatch:
         """Pack samples.
 
         Raises:
-            ContractError: no samples, or every sample that is empty, too long, has an id that is no integer or outside
-                the vocabulary, or a mask of the wrong length or with anything but bools, 0 and 1.
+            ContractError: a size that is no integer from 1, no samples, or every sample that is empty, too long, no
+                sequence, has an id that is no integer or outside the vocabulary, or a mask of the wrong length or with
+                anything but bools, 0 and 1.
         """
         if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
             raise ContractError(f"PackedBatch: samples={samples!r:.80}, supported: a sequence of samples")
+        for name, number in (("vocab_size", vocab_size), ("max_positions", max_positions), ("cp", cp)):
+            if not whole_number(number) or number < 1:
+                raise ContractError(f"PackedBatch: {name}={number!r}, supported: an integer of 1 and above")
         batch = cls(tuple(Sample.of(s) for s in samples), vocab_size, max_positions, cp)
         problems = [p for i, s in enumerate(batch.samples) for p in batch._problems(i, s)]
         if not batch.samples:
@@ -122,7 +127,7 @@ class PackedBatch:
         if sample.mask is not None:
             parts["mask"] = sample.mask
         for name, part in parts.items():
-            if isinstance(part, str) or not hasattr(part, "__len__") or not hasattr(part, "__iter__"):
+            if not _is_row(part):
                 problems.append(f"sample {index} has {name}={part!r:.80}, supported: a sequence with one entry a token")
         if problems:
             return problems
@@ -262,6 +267,13 @@ class PackedBatch:
     def split(self, values: Tensor) -> list[Tensor]:
         """Per-sample views of per-response-token values in packed order."""
         return list(values.split(self.response_lengths))
+
+
+def _is_row(value: object) -> bool:
+    """Whether it has entries in an order of its own: sets and mappings have none that tokens could stand in."""
+    if isinstance(value, (str, Set, Mapping)) or getattr(value, "ndim", 1) == 0:
+        return False
+    return hasattr(value, "__len__") and hasattr(value, "__iter__")
 
 
 def _is_integer(value: object) -> bool:
