@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_attn.triton_hopper_decode import describe, fetch_segments, run_of_team
+from rl_attn.triton_hopper_segments import describe, run_of_team, with_fetching
 from rl_attn.triton_hopper_tiles import LN2, NEG_INF, barrier, drop_rows, finite, fold_factors
 
 SUM_ROWS = gl.constexpr(64)  # rows of ones: the narrowest left operand of the matrix unit
@@ -165,6 +165,9 @@ def _finish_few(
     gl.store(out + gl.expand_dims(to, 0) + gl.expand_dims(d, 1), result.to(out.dtype.element_ty), mask=live)
 
 
+_launch = with_fetching(_attend_few)
+
+
 @gluon.jit(do_not_specialize=["sequences", "blocks"])
 def attn_few_sm90_kernel(
     q, k_desc, v_desc, part_m, part_w, part_o, out, lse, begun, folded, so_t, so_h, s_lse, cu_q, seq_lens, table, c,
@@ -174,7 +177,6 @@ def attn_few_sm90_kernel(
     PAGE: gl.constexpr, SHORT: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """As ``triton_hopper_decode.attn_segments_sm90_kernel``, for sequences of up to SHORT <= ROWS // GROUP queries."""
-    ONE: gl.constexpr = part_m is None
     dtype: gl.constexpr = k_desc.dtype
     ones_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_ROWS, KEY_TILE], dtype)
     p_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEY_TILE], dtype)
@@ -183,37 +185,9 @@ def attn_few_sm90_kernel(
     ones = gl.allocate_shared_memory(dtype, [SUM_ROWS, KEY_TILE], ones_shared)
     p_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, KEY_TILE], p_shared)
     q_tile = gl.allocate_shared_memory(dtype, [ROWS, D], q_shared)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    ones.store(gl.full([SUM_ROWS, KEY_TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
-    fence_async_shared()
-    barrier()
-    # the fold may be brought up meanwhile; it waits for the partial states itself
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    gl.warp_specialize(
-        [
-            (
-                _attend_few,
-                (
-                    q, tiles, ones, q_tile, p_tiles, ready, empty, part_m, part_w, part_o, out, lse, begun, folded,
-                    cu_q, seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, s_table,
-                    GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT, ONE, ROWS,
-                ),
-            ),
-            (
-                fetch_segments,
-                (
-                    k_desc, v_desc, tiles, ready, empty, cu_q, seq_lens, table, sequences, kv_heads, blocks,
-                    k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
-                    KEY_TILE, SEGMENT, STAGES, PAGE, SHORT, ONE,
-                ),
-            ),
-        ],
-        [1],
-        [40],
+    _launch(
+        q, k_desc, v_desc, tiles, ones, q_tile, p_tiles, part_m, part_w, part_o, out, lse, begun, folded,
+        cu_q, seq_lens, table, c, sequences, kv_heads, blocks, sq_t, sq_h, so_t, so_h, s_lse, k_page_rows, k_head_rows,
+        k_head_columns, v_page_rows, v_head_rows, v_head_columns, s_table,
+        GROUP, D, KEY_TILE, SEGMENT, STAGES, PAGE, SHORT, ROWS,
     )  # fmt: skip
