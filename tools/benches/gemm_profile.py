@@ -32,7 +32,6 @@ CELLS = [(f"o tree({g}) M={m}", 4096, 4096, g, m) for g in (2, 8) for m in (64, 
 CELLS += [(f"{name} chain M={m}", n, 4096, 1, m) for name, n in (("odd_n", 1000), ("router", 128)) for m in (1, 16)]
 HERE = Path(__file__).resolve().parent.parent
 LIBRARY, STRICT = "cublas", "strict"
-STAMPS = 16
 SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats")
 COUNTERS = {
     "gpu__time_duration.sum": "us",
@@ -169,9 +168,11 @@ def moved(m: int, n: int, k: int, kernel: plans.Kernel, leaves: int) -> dict[str
 
 def _stamped(kernel: plans.Kernel, leaves: int, x: Any, weights: list[Any]) -> dict[str, Any]:
     """The phases of every program in the last of some calls, and how much the stamps cost."""
+    from rl_gemm import triton_stamps
+
     tiles = -(-len(x) // kernel.block_m) * -(-len(weights[0]) // kernel.block_n)
-    first = torch.zeros(max(132 * kernel.per_sm, tiles * leaves), STAMPS, dtype=torch.int64, device=x.device)
-    second = torch.zeros(-(-len(x) * len(weights[0]) // 1024), STAMPS, dtype=torch.int64, device=x.device)
+    first = triton_stamps.room(max(132 * kernel.per_sm, tiles * leaves), x.device)
+    second = triton_stamps.room(-(-len(x) * len(weights[0]) // 1024), x.device)
     for i in range(6):
         first.zero_()
         second.zero_()
@@ -296,13 +297,15 @@ def _build(seconds: float) -> None:
 
 
 def _built(cell: tuple[str, int, int, int, int]) -> None:
+    from rl_gemm import triton_stamps
+
     _, n, k, leaves, m = cell
     kernel = kernel_of(n, k, leaves, m)
     x, weights = _inputs(n, k, m, 1)
     for call in _variants(kernel, leaves, x, weights).values():
         with contextlib.suppress(Exception):
             call(0)
-    stamps = torch.zeros(4096, STAMPS, dtype=torch.int64, device=x.device)
+    stamps = triton_stamps.room(4096, x.device)
     _run(kernel, leaves, x, weights[0], (stamps, stamps))
 
 

@@ -145,15 +145,15 @@ def test_hopper_launches_of_every_shape_fit_and_do_not_spill():
 
 
 def test_clocks_are_read_for_a_profile_only():
-    from rl_gemm import triton_gemm
+    from rl_gemm import triton_gemm, triton_merge, triton_stamps
 
     tma = plans.Kernel(kind="tma", block_m=64, block_n=64, block_k=64, warps=4, stages=4)
     a, b = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(256, 4096, dtype=torch.bfloat16)
     parts, out = torch.empty(2, 64, 256), torch.empty(64, 256, dtype=torch.bfloat16)
-    for stamps in (None, torch.empty(132, 16, dtype=torch.int64)):
+    for stamps in (None, triton_stamps.room(132, "cpu")):
         with no_gpu("sm90") as built:
             triton_gemm.launch(tma, a, b, None, parts, 2, 1, 132, stamps)
-            triton_gemm.merge(parts, None, out, early=True, stamps=stamps)
+            triton_merge.merge(parts, None, out, early=True, stamps=stamps)
             if triton.__version__.startswith("3.6."):
                 from rl_gemm import gluon_tree
 
@@ -164,11 +164,11 @@ def test_clocks_are_read_for_a_profile_only():
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_merge_and_swiglu_fit_and_do_not_spill(arch):
-    from rl_gemm import triton_gemm, triton_swiglu
+    from rl_gemm import triton_merge, triton_swiglu
 
     with no_gpu(arch) as built:
         for leaves in (2, 4, 8, 16):
-            triton_gemm.merge(torch.empty(leaves, 33, 96), None, torch.empty(33, 96, dtype=torch.bfloat16))
+            triton_merge.merge(torch.empty(leaves, 33, 96), None, torch.empty(33, 96, dtype=torch.bfloat16))
         for width in (100, 3072, 12288):
             gate_up = torch.empty(5, 2 * width, dtype=torch.bfloat16)
             triton_swiglu.forward(gate_up)

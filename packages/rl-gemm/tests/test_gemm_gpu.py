@@ -166,14 +166,14 @@ def test_more_than_2_to_the_31_elements():
 
 
 def test_merge_of_more_than_2_to_the_31_elements():
-    from rl_gemm import triton_gemm
+    from rl_gemm import triton_merge
 
     parts = torch.zeros(16, 35_000, 4096, device="cuda")
     assert parts.numel() > 2**31
     for i in (0, 12, 15):
         parts[i, -1] = torch.randn(4096, device="cuda")
     out = torch.empty(35_000, 4096, device="cuda")
-    triton_gemm.merge(parts, None, out)
+    triton_merge.merge(parts, None, out)
     assert equal(out[-1], parts[0, -1] + (parts[12, -1] + parts[15, -1]))
     assert not out[:-1].any()
 

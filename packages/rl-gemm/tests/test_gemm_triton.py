@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 
 INTERPRETED = """
 import torch
-from rl_gemm import plans, triton_gate_up, triton_gemm
+from rl_gemm import plans, triton_gate_up, triton_gemm, triton_merge
 
 def run(kind, m, n, k, leaves=1, fused=1, at=False, bt=False, **more):
     fields = dict(kind=kind, block_m=16, block_n=32, block_k=16, warps=4, stages=2) | more
@@ -27,7 +27,7 @@ def run(kind, m, n, k, leaves=1, fused=1, at=False, bt=False, **more):
     else:
         parts = torch.full((leaves, m, n), float("nan"))
         triton_gemm.launch(kernel, a, b, None, parts, leaves, fused, 3)
-        triton_gemm.merge(parts, bias, out)
+        triton_merge.merge(parts, bias, out)
     order = torch.arange(k).view(fused, leaves, -1).transpose(0, 1).flatten()
     parts = [x @ y.t() for x, y in zip(a[:, order].chunk(leaves, 1), b[:, order].chunk(leaves, 1))]
     while len(parts) > 1:

@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_gemm.plans import Kernel
+from rl_gemm.triton_stamps import STAMPS
 
 # what a block may have on sm90
 SHARED_BYTES = 232448
-STAMPS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.constexpr_function

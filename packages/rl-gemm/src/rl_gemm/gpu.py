@@ -33,6 +33,14 @@ def _triton() -> Any:
 
 
 @cache
+def _merge() -> Any:
+    _triton()
+    from rl_gemm.triton_merge import merge
+
+    return merge
+
+
+@cache
 def _gluon() -> Any | None:
     """The Gluon kernel, or None under another Triton than it was tested with: another kernel of the plan then runs."""
     import triton
@@ -292,11 +300,11 @@ def _launch(
         else:
             roots = gluon.workspace(kernel, a, b)
             gluon.launch(kernel, a, b, None, roots, leaves, fused, processors, first)
-            _triton().merge(roots, bias, out, stamps=second)
+            _merge()(roots, bias, out, stamps=second)
     elif kernel.kind == "tree" or leaves == 1:
         _triton().launch(kernel, a, b, bias, out, leaves, fused, processors, first)
     else:
         parts = torch.empty((leaves, m, n), dtype=torch.float32, device=a.device)
         _triton().launch(kernel, a, b, None, parts, leaves, fused, processors, first)
-        _triton().merge(parts, bias, out, early=kernel.kind == "tma", stamps=second)
+        _merge()(parts, bias, out, early=kernel.kind == "tma", stamps=second)
     return out

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_gemm.plans import Kernel
-
-STAMPS: tl.constexpr = tl.constexpr(16)
+from rl_gemm.triton_merge import can_start_early
+from rl_gemm.triton_stamps import STAMPS, now, processor
 
 
 @triton.jit
@@ -41,23 +41,6 @@ def _leaf_start(k, leaf, leaf_k, K, FUSED: tl.constexpr):
 def _let_next_start():
     """The next kernel on the stream, if launched for it, may take its place now; it waits for what this one writes."""
     tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, False, 1)
-
-
-@triton.jit
-def _wait_for_previous():
-    """Until the kernel before on the stream has ended and its writes are visible."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], tl.int32, False, 1)
-
-
-@triton.jit
-def _now():
-    """Nanoseconds since some start, the same on every multiprocessor; ticks coarsely."""
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, False, 1)
-
-
-@triton.jit
-def _processor():
-    return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -109,52 +92,6 @@ def gemm_leaf_kernel(
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["stride_part"])
-def merge_kernel(
-    parts, bias, out, size, stride_part, N, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr, stamps=None,
-):  # fmt: skip
-    """out[i] = round(tree over g of parts[g, i] + bias): the upper levels of tree(G) for parts held in a workspace.
-
-    ``stamps``: None, or int64 [programs, STAMPS] for a profile: as in ``gluon_tree``, places 0, 1, 2 (may go on) and 4.
-    """
-    if stamps is not None:
-        stamps += tl.program_id(0) * STAMPS
-        tl.store(stamps, _processor().to(tl.int64))
-        tl.store(stamps + 1, _now())
-    if EARLY:
-        _wait_for_previous()
-    if stamps is not None:
-        tl.store(stamps + 2, _now())
-    part = stride_part.to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    if LEAVES == 2:
-        root = _load_pair(parts, at, mask, part)
-    elif LEAVES == 4:
-        root = _load_pair(parts, at, mask, part) + _load_pair(parts + 2 * part, at, mask, part)
-    elif LEAVES == 8:
-        root = _load_four(parts, at, mask, part) + _load_four(parts + 4 * part, at, mask, part)
-    else:
-        low = _load_four(parts, at, mask, part) + _load_four(parts + 4 * part, at, mask, part)
-        root = low + (_load_four(parts + 8 * part, at, mask, part) + _load_four(parts + 12 * part, at, mask, part))
-    if HAS_BIAS:
-        root += tl.load(bias + at % N, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, root.to(out.dtype.element_ty), mask=mask)
-    if stamps is not None:
-        tl.store(stamps + 4, _now())
-
-
-@triton.jit
-def _load_pair(parts, at, mask, part):
-    return tl.load(parts + at, mask=mask, other=0.0) + tl.load(parts + part + at, mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_four(parts, at, mask, part):
-    return _load_pair(parts, at, mask, part) + _load_pair(parts + 2 * part, at, mask, part)
-
-
 @triton.jit(do_not_specialize=["M"])
 def gemm_tma_kernel(
     a_desc, b_desc, bias, out, scratch, M, N, K, stride_out_leaf, stride_om,
@@ -174,8 +111,8 @@ def gemm_tma_kernel(
     """
     if stamps is not None:
         stamps += tl.program_id(0) * STAMPS
-        tl.store(stamps, _processor().to(tl.int64))
-        tl.store(stamps + 1, _now())
+        tl.store(stamps, processor().to(tl.int64))
+        tl.store(stamps + 1, now())
     if LEAF_GRID and EARLY:
         _let_next_start()
     program = tl.program_id(0)
@@ -212,7 +149,7 @@ def gemm_tma_kernel(
     for i in tl.range(0, count * leaf_steps):
         if stamps is not None:
             if i == 1:
-                tl.store(stamps + 2, _now())
+                tl.store(stamps + 2, now())
         step = tl.where(step == leaf_steps - 1, 0, step + 1)
         if step == 0:
             unit += 1
@@ -239,8 +176,8 @@ def gemm_tma_kernel(
             acc = tl.dot(a_tile, b_tile, acc)
         if step == leaf_steps - 1:
             if stamps is not None:
-                tl.store(stamps + 3, _now())
-                tl.store(stamps + 8 + unit % 8, _now())
+                tl.store(stamps + 3, now())
+                tl.store(stamps + 8 + unit % 8, now())
             done = leaf + 1
             to = out
             if not TREE:
@@ -283,7 +220,7 @@ def gemm_tma_kernel(
                 )  # fmt: skip
             acc = tl.zeros_like(acc)
     if stamps is not None:
-        tl.store(stamps + 4, _now())
+        tl.store(stamps + 4, now())
 
 
 @triton.jit
@@ -333,11 +270,6 @@ def _store(
         acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     ptrs = out + rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
     tl.store(ptrs, acc.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
-
-
-def can_start_early() -> bool:
-    """Whether a kernel may be launched while the one before it on the stream still runs, and wait for it in place."""
-    return torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
 def pinned(hip: bool) -> dict[str, int]:
@@ -393,18 +325,3 @@ def _descriptor(x: Tensor, transposed: bool, block_row: int, block_k: int) -> Te
     if transposed:
         return TensorDescriptor.from_tensor(x.t(), [block_k, block_row])
     return TensorDescriptor.from_tensor(x, [block_row, block_k])
-
-
-def merge(parts: Tensor, bias: Tensor | None, out: Tensor, early: bool = False, stamps: Tensor | None = None) -> None:
-    """Join fp32 parts [leaves, M or more, N] by the balanced tree into ``out`` [M, N].
-
-    ``early``: the kernel before on the stream is one of ``launch`` that wrote these parts; where the GPU can, programs
-    of the merge take their places while it runs and wait there. ``stamps``: as for ``launch``.
-    """
-    size, block = out.numel(), 1024
-    early = early and can_start_early()
-    options = {"launch_pdl": True} if early else {}
-    merge_kernel[(triton.cdiv(size, block),)](
-        parts, bias, out, size, parts.stride(0), out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None,
-        BLOCK=block, EARLY=early, stamps=stamps, num_warps=4, enable_fp_fusion=False, **options,
-    )  # fmt: skip
