@@ -30,11 +30,11 @@ def run_tool(load_tool, monkeypatch, capsys):
     """Name and arguments -> status and output of the tool's ``main``, without a process that imports torch again."""
 
     def run(name, *arguments):
-        main, status = load_tool(name).main, None
+        main = load_tool(name).main
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         capsys.readouterr()
         try:
-            main()
+            status = main()
         except SystemExit as end:
             status = end.code
         said = capsys.readouterr()

@@ -28,9 +28,11 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def distinct(dims: Iterable[tuple[int, int]]) -> bool:
     """Whether every element of ``(size, stride)`` dimensions has a place of its own: each stride clears what the
-    smaller ones span."""
-    span = 1
-    for stride, size in sorted((stride, size) for size, stride in dims if size > 1):
+    smaller ones span, or there is no element."""
+    span, by_stride = 1, sorted((stride, size) for size, stride in dims if size != 1)
+    if any(size == 0 for _, size in by_stride):
+        return True
+    for stride, size in by_stride:
         if stride < span:
             return False
         span += (size - 1) * stride
