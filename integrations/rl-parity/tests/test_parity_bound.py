@@ -264,6 +264,8 @@ SHAPES = {
     "version of a step": (one(1, weight_version=[1]), "strict/steps.jsonl, line 2: 'weight_version' is [1]"),
     "a count": (one(1, mismatch_count="0"), "step 1 says '0' of mismatch_count where a count belongs"),
     "seconds": (one(1, seconds={"push": "1"}), "step 1 says '1' seconds of push"),
+    "seconds below zero": (one(1, seconds={"push": -1.0}), "step 1 says -1.0 seconds of push"),
+    "seconds of no number": (one(1, seconds={"push": float("nan")}), "step 1 says nan seconds of push"),
     "seconds of an arm": (summary(seconds=None), "summary.json says seconds None of the strict arm"),
 }
 

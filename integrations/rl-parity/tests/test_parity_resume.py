@@ -369,6 +369,19 @@ def test_a_manifest_without_a_digest_is_held_against_its_command(tmp_path, capsy
     assert resume(out, "--steps", "2") == 0
 
 
+@pytest.mark.parametrize("value", [None, "x", [], ...])
+def test_a_record_whose_figures_have_no_sum_is_refused_before_a_sitting_begins(tmp_path, capsys, value):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "1", "--save-every", "1") == 0
+    path = out / "strict" / "steps.jsonl"
+    record = {**json.loads(path.read_text()), "mean_abs_diff": value}
+    path.write_text(json.dumps({name: x for name, x in record.items() if x is not ...}) + "\n")
+    before = contents(out)
+    assert resume(out, "--steps", "2") == 2
+    assert f"{path} lacks or misstates a figure" in capsys.readouterr().err
+    assert contents(out) == before
+
+
 def test_state_of_a_rank_comes_back_whole(tmp_path):
     held = {"steps": 3, "state": {"a.b": {"master": torch.randn(3, 2), "x": torch.tensor(2.5)}, "c": torch.arange(4)}}
     digest = state.write_rank(tmp_path, 1, held)["digest"]

@@ -5,6 +5,7 @@ files in the manifest once it has ended. In an older run what has no digest is h
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ def check_figures(run: RunDirectory, arm: str, records: Sequence[Mapping[str, An
                 )
         require(path, record, {"weight_version": str, "weight_digest": str, "seconds": dict}, line)
         for phase, spent in record["seconds"].items():
-            if type(spent) not in (int, float):
+            if type(spent) not in (int, float) or not 0 <= spent < math.inf:
                 raise ContractError(f"{path}: step {record['step']} says {spent!r} seconds of {phase}; {REPAIR}")
 
 

@@ -122,6 +122,7 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
             continue
         verify.arm_files(directory, arm, manifest, [*point.records, *point.dropped])
         verify.samples(directory, arm, point.records)
+        verify.summed(directory.root / arm / "steps.jsonl", point.records, {})
         path = directory.root / arm / "ledger.jsonl"
         _weights(directory, arm, path, point)
         verify.ledger_text(directory, arm, manifest)

@@ -92,7 +92,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
         if missing := run.evidence(arm).get("missing"):
             silent[arm] = missing
         told = stored.get(arm, {})
-        found = _guarded(run.root / arm / "steps.jsonl", records, told)
+        found = summed(run.root / arm / "steps.jsonl", records, told)
         if manifest["status"] == "finished" or (manifest["status"] != "running" and told):
             _told(run, arm, manifest, told, found)
         out[arm] = {**told, **found}
@@ -126,7 +126,8 @@ def _told(
         raise ContractError(f"{run.root / SUMMARY} says no seconds of the {arm} arm; {REPAIR}")
 
 
-def _guarded(path: Path, records: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> dict[str, Any]:
+def summed(path: Path, records: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> dict[str, Any]:
+    """``rundir.summarize``; ContractError where a record in the file at ``path`` lacks or misstates a figure."""
     try:
         return summarize(records, float(told.get("seconds", sum(sum(r["seconds"].values()) for r in records))))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
