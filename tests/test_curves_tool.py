@@ -66,6 +66,26 @@ def test_a_step_that_could_not_be_compared_or_trained_is_a_gap(tmp_path, run_too
     assert (done.stdout, done.stderr) == ("strict: 3 steps, 10 log-probabilities compared, 0 differ\n", "")
 
 
+@pytest.mark.parametrize("names", [("strict", "native"), ("strict TP1", "strict TP2"), ("a", "b", "c")])
+def test_every_arm_has_a_colour_of_its_own_and_its_seconds_a_panel(names, tmp_path, load_tool, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from pictures import panels
+    from run_page_parts import picture
+
+    made = []
+    monkeypatch.setattr(panels, "save", lambda figure, path: made.append(figure))
+    steps = load_tool("curves").steps_of(arm(tmp_path / "strict", 2, torn=""))
+    picture.draw(dict.fromkeys(names, steps), "x.png")
+    axes = made[0].axes
+    assert len(axes) == len(picture.PANELS) + len(names)
+    for axis in axes[: len(picture.PANELS)]:
+        drawn = {line.get_label(): line.get_color() for line in axis.lines if not line.get_label().startswith("_")}
+        assert len(drawn) == len({*drawn.values()}) == len(names)
+    assert [axis.get_title().split(": ")[1] for axis in axes[len(picture.PANELS) :]] == list(names)
+    differing = next(axis for axis in axes if "that differ" in axis.get_title()).lines[0]
+    assert list(differing.get_ydata()) == [2, 2, 2]
+
+
 def changed(**figures):
     return lambda lines: [lines[0], lines[1] | figures, lines[2]]
 
@@ -84,6 +104,7 @@ BAD = {
     "no reward": (changed(reward=None), "step 1: reward is None"),
     "a reward of text": (changed(reward="0.1"), "step 1: reward is '0.1'"),
     "no k3": (changed(k3=None), "step 1: k3 is None"),
+    "a loss of text": (changed(loss="0.1"), "step 1: loss is '0.1'"),
     "no gradient norm": (changed(grad_norm=None), "step 1: grad_norm is None"),
     "a count below 0": (changed(mismatch_count=-1), "step 1: mismatch_count is -1"),
     "half a count": (changed(valid_count=2.5), "step 1: valid_count is 2.5"),

@@ -132,7 +132,7 @@ def times(arms: Sequence[Arm]) -> list[Row]:
     rows.append(("first step", [f"{spent[0]:.3g}" for spent in whole]))
     later = [arm.steps[1:] or arm.steps for arm in arms]
     rows.append(("whole step", [f"{median(spent[1:] or spent):.3g}" for spent in whole]))
-    for phase in phases_of(arms):
+    for phase in phases_of({arm.name: arm.steps for arm in arms}):
         rows.append((phase, [f"{median(s['seconds'].get(phase, 0.0) for s in steps):.3g}" for steps in later]))
     return rows
 
