@@ -87,6 +87,11 @@ OPTIONS = [
     ({"rl-fused": False}, "'rl-fused'"),
     ({" rl_fused": False}, "' rl_fused'"),
     ({"rl_": 1}, "'rl_'"),
+    ({"rlfused": False}, "'rlfused'"),
+    ({"fused": False}, "'fused'"),
+    ({"Sampling-Graphs": True}, "'Sampling-Graphs'"),
+    ({"rlStrict": "f"}, "'rlStrict'"),
+    ({3: 1}, "3"),
     ({"rl_strict": "f"}, "rl_strict='f'"),
     ({"rl_sampling_graphs": "False"}, "rl_sampling_graphs='False'"),
     ({"rl_sampling_graphs": 0}, "rl_sampling_graphs=0"),
@@ -112,6 +117,41 @@ def test_bad_input_what_is_spelled_like_an_option_and_is_none_is_refused(profile
     arguments.additional_config = {**good, **given}
     with pytest.raises(ContractError, match=re.escape(f"additional_config has {named}")):
         apply_strict(arguments)
+
+
+def test_bad_input_a_model_or_compiler_of_another_type_is_named(profile):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rl_vllm.arguments import apply_strict
+
+    for model in (None, 3):
+        with pytest.raises(ContractError, match=f"model={model}, supported: a name or a path"):
+            rl_vllm.engine_args(profile, model=model)
+    for compilation in (3, None, "O2"):
+        arguments = EngineArgs(**rl_vllm.engine_args(profile, model="m", compilation_config=compilation))
+        arguments.additional_config = {"fused": True}
+        # one error lists it with the others
+        words = f"compilation_config={compilation!r}, supported: a mapping.*additional_config has 'fused'"
+        with pytest.raises(ContractError, match=words):
+            apply_strict(arguments)
+
+
+@pytest.mark.parametrize("call", ["report", "reset_launches", "assert_strict", "trace_step"])
+@pytest.mark.parametrize("llm", [None, 3, "engine"])
+def test_bad_input_what_is_no_engine_is_named(profile, call, llm):
+    more = {"assert_strict": (profile,), "trace_step": ("trace",)}.get(call, ())
+    with pytest.raises(ContractError, match=f"{call} got llm={llm!r}; supported: vllm.LLM"):
+        getattr(rl_vllm, call)(llm, *more)
+
+
+def test_bad_input_the_seed_that_vllm_takes_for_none_is_named():
+    from vllm import SamplingParams
+
+    from rl_vllm.sampling import refusals
+
+    for seed in (None, -1):
+        (found,) = refusals(SamplingParams(seed=seed, temperature=1.0))
+        assert found.startswith("seed=None or -1 (")
 
 
 def test_bad_input_options_of_strict_mode_do_nothing_in_audit_mode_and_are_refused(profile):

@@ -1,5 +1,7 @@
 """A profiler's trace says which kernels ran inside the model; a stock one among them is refused. No GPU needed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -181,7 +183,7 @@ def test_a_cpu_engine_has_no_kernels_to_trace():
     from rl_contract import MissingSupport
 
     with pytest.raises(MissingSupport, match="an engine on a CPU"):
-        trace.trace_step(object(), "x")
+        trace.trace_step(SimpleNamespace(collective_rpc=print), "x")
 
 
 def test_bad_input_trace_file(tmp_path, capsys):

@@ -25,8 +25,9 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
 
     Raises:
         ContractError: an unknown mode, a profile that is none or not what its settings make (``check_built``), a
-            tensor_parallel_size that is no positive integer, overrides that contradict strict mode (vLLM's defaults
-            too, where they are given), or an ``additional_config`` with an rl_ key that is no option.
+            tensor_parallel_size that is no positive integer, a model that is neither name nor path, overrides that
+            contradict strict mode (vLLM's defaults too, where they are given), or an ``additional_config`` with a key
+            that is spelled like an option and is none.
         MissingSupport: vLLM is not installed, lacks a hook or runs on an unknown platform.
     """
     if mode not in MODES:
@@ -34,6 +35,8 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
     if mode == "off":
         return dict(overrides)
     _positive("tensor_parallel_size", overrides.get("tensor_parallel_size", 1))
+    if not isinstance(overrides.get("model", ""), (str, os.PathLike)):
+        raise ContractError(f"model={overrides['model']!r:.80}, supported: a name or a path")
     check_built(profile)
     if _plugin_excluded():
         raise ContractError(
@@ -148,7 +151,7 @@ def settle(arguments: Any) -> list[str]:
         if given not in fits:
             problems.append(f"{field}={given}, the profile has {wanted}: pass {field}={fallback!r}")
             setattr(arguments, field, fallback)
-    problems += _quiet_compiler(arguments.compilation_config)
+    problems += _quiet_compiler(arguments)
     arguments.logits_processors = list(here.logits_processors) or None
     # a path becomes the profile itself, so that workers on other hosts need no file
     arguments.hf_overrides = {**arguments.hf_overrides, **carrier(profile)}
@@ -175,8 +178,13 @@ def unsupported(*, lora: Any, speculative: Any, pipeline: int, expert: bool) -> 
     return [f"{what} is not supported: switch it off" for what, there in asked.items() if there]
 
 
-def _quiet_compiler(compilation: Any) -> list[str]:
+def _quiet_compiler(arguments: Any) -> list[str]:
     """Switch off, in place, the passes that put another kernel where strict ones stand; returns those asked for."""
+    from vllm.config import CompilationConfig
+
+    if not isinstance(compilation := arguments.compilation_config, CompilationConfig):
+        arguments.compilation_config = CompilationConfig()
+        return [f"compilation_config={compilation!r:.80}, supported: a mapping or vLLM's CompilationConfig"]
     passes = compilation.pass_config
     names = rewriting_passes(passes)
     asked = [name for name in names if getattr(passes, name)]

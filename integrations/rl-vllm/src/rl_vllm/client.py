@@ -12,12 +12,20 @@ from vime_sync import WEIGHT_DIGEST, Span
 _PER_LAYER = {"gemm.column": 2, "gemm.row": 2, "swiglu": 1, "rotary": 1, "attention": 1}
 
 
+def check_llm(where: str, llm: Any) -> None:
+    """Raise ContractError, which says what ``where`` was given, unless that is an engine with workers to ask."""
+    if not callable(getattr(llm, "collective_rpc", None)):
+        raise ContractError(f"{where} got llm={llm!r:.80}; supported: vllm.LLM(**rl_vllm.engine_args(profile))")
+
+
 def report(llm: Any) -> list[dict[str, Any]]:
     """One report per worker, in rank order: mode, profile, contract ids, module classes, launches, versions, pid.
 
     Raises:
+        ContractError: it is no engine.
         MissingSupport: a worker does not answer, i.e. it is vLLM's own.
     """
+    check_llm("report", llm)
     try:
         found = llm.collective_rpc("rl_report")
     except Exception as error:  # vLLM wraps what a worker raises in several types
@@ -28,7 +36,8 @@ def report(llm: Any) -> list[dict[str, Any]]:
 
 
 def reset_launches(llm: Any) -> None:
-    """Start counting anew on every worker."""
+    """Start counting anew on every worker; ContractError where ``llm`` is no engine."""
+    check_llm("reset_launches", llm)
     llm.collective_rpc("rl_reset_launches")
 
 
@@ -40,12 +49,13 @@ def assert_strict(llm: Any, profile: Profile) -> list[dict[str, Any]]:
 
     Raises:
         MissingSupport: a worker is not ours (the plugin did not load there).
-        ContractError: a worker runs something else; every finding is listed.
+        ContractError: it is no engine, or a worker runs something else; every finding is listed.
     """
     if not isinstance(profile, Profile):
         raise ContractError(
             f"assert_strict got profile={profile!r:.80}; supported: the Profile that the engine must hold"
         )
+    check_llm("assert_strict", llm)
     reports = report(llm)
     problems = [f"rank {r['rank']}: {problem}" for r in reports for problem in _problems(r, profile)]
     if problems:

@@ -15,8 +15,13 @@ NAMES = (FUSED, SAMPLING_GRAPHS)
 FINGERPRINT = "rl_strict"
 
 
+# the letters of each, and of an option also those behind rl_
+_OURS = {name.replace("_", "") for name in (*NAMES, FINGERPRINT, *(name[3:] for name in NAMES))}
+
+
 def problems(additional_config: Any, fingerprint: str | None = None) -> list[str]:
-    """Every key that starts with rl_, in any spelling of it, and is no option, and every option that is no bool.
+    """Every key that is no option, but no text either, starts with rl_ or is spelled like one; every option that is no
+    bool.
 
     Args:
         fingerprint: of the profile; an engine's arguments that were made strict before carry it.
@@ -27,13 +32,14 @@ def problems(additional_config: Any, fingerprint: str | None = None) -> list[str
         return [f"additional_config={additional_config!r}, supported: a mapping"]
     found = []
     for key, value in additional_config.items():
+        spelled = str(key).strip().lower().replace("-", "_")
         if key in NAMES:
             if not isinstance(value, bool):
                 found.append(f"additional_config has {key}={value!r}, supported: True or False")
         elif key == FINGERPRINT:
             if value != fingerprint:
                 found.append(f"additional_config has {key}={value!r}, which strict mode writes itself; leave it out")
-        elif str(key).strip().lower().replace("-", "_").startswith("rl_"):
+        elif not isinstance(key, str) or spelled.startswith("rl_") or spelled.replace("_", "") in _OURS:
             found.append(f"additional_config has {key!r}, supported: {', '.join(NAMES)}; correct it or leave it out")
     return found
 

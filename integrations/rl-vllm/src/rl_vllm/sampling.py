@@ -54,7 +54,7 @@ def refusals(params: SamplingParams) -> list[str]:
         if name != "seed" and not all(map(_fits, value if isinstance(value, (list, tuple, set)) else [value]))
     ]
     if params.temperature >= _SAMPLING_EPS and params.seed is None:
-        found.append("seed=None (a token is a function of logits, seed and position: give every request a seed)")
+        found.append("seed=None or -1 (a token is a function of logits, seed and position: give every request a seed)")
     if params.prompt_logprobs is not None and params.temperature >= _SAMPLING_EPS and params.temperature != 1.0:
         found.append(
             f"prompt_logprobs with temperature={params.temperature!r} "

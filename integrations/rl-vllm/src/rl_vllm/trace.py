@@ -254,10 +254,13 @@ def trace_step(llm: Any, path: str) -> None:
     """Let every worker profile its next forward pass: it writes ``path.RANK``.
 
     Raises:
+        ContractError: it is no engine.
         MissingSupport: a CPU engine, which launches no kernels that a trace could show.
     """
     from rl_vllm import platform
+    from rl_vllm.client import check_llm
 
+    check_llm("trace_step", llm)
     if platform.current() is platform.CPU:
         raise MissingSupport("trace_step got an engine on a CPU; supported: on a GPU; rl_vllm.report counts operators")
     llm.collective_rpc("rl_trace", args=(path,))
