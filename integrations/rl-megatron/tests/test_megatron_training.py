@@ -135,6 +135,10 @@ def test_group_advantages_are_centred_and_zero_for_equal_rewards() -> None:
     for wrong in ([1.0, 0.0], None, 3, torch.zeros(4, dtype=torch.complex64)):
         with pytest.raises(ContractError, match=r"rewards=.*supported: a tensor"):
             group_advantages(wrong, 4)  # type: ignore[arg-type]
+    for number in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ContractError, match=f"the reward of sample 5 is {number}, supported: finite"):
+            group_advantages(torch.cat([rewards[:5], torch.tensor([number, number, 1.0])]), 4)
+    assert torch.equal(group_advantages(torch.tensor([2, 0]), np.int64(2)), group_advantages(torch.tensor([2.0, 0]), 2))
     for eps in (-1.0, math.nan, "x", None):
         with pytest.raises(ContractError, match=f"eps={eps!r}, supported"):
             group_advantages(rewards, 4, eps=eps)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def test_the_plain_calls_pass():
         ({"window_size": (127, 0)}, "window_size"),
         ({"softcap": 30.0}, "softcap"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
-        ({"colour": 1}, "colour"),
+        ({"colour": 1}, "colour=1; supported: causal=True, sliding_window=None, .*dropout=None; leave it out"),
         ({"scale": 0.0}, "scale"),
         ({"scale": float("nan")}, "scale"),
         ({"key_tile": 24, "segment": 48}, "key_tile=24"),

@@ -13,6 +13,7 @@ import sys
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,6 +290,7 @@ def check_choice(rank, world):
     for given, usual in (({"transport": "gloo"}, {}), ({"two_shot_bytes": 0}, {"two_shot_bytes": 1 << 20})):
         with pytest.raises(ContractError, match=f"different arguments: rank 0 transport='auto'.*rank {world - 1} "):
             TreeCommunicator(**given if last else usual)
+    assert TreeCommunicator(two_shot_bytes=np.int64(1 << 20) if last else 1 << 20).world_size == world
     bad = ({"transport": "mpi"}, {"transport": ["gloo"]}, {"transport": "nccl"}, {"identity": None},
            {"two_shot_bytes": "1"}, {"two_shot_bytes": -1}, {"timeout_s": float("nan")},
            {"two_shot_bytes": True}, {"timeout_s": True}, {"host_group": 3})  # fmt: skip

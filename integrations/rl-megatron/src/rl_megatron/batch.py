@@ -3,7 +3,6 @@
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -280,7 +279,7 @@ def _is_integer(value: object) -> bool:
     if isinstance(value, Tensor):
         whole = not value.is_floating_point() and not value.is_complex()
         return value.ndim == 0 and whole and value.dtype != torch.bool
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return whole_number(value)
 
 
 def _is_flag(value: object) -> bool:

@@ -6,13 +6,13 @@ k3 = exp(ref - logp) - (ref - logp) - 1 (Schulman, "Approximating KL Divergence"
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_contract import ContractError
+from rl_contract.checks import whole_number
 from rl_contract.devices import to_device
 from rl_megatron.checks import instance_problem, real
 
@@ -144,17 +144,24 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     ``scale=False`` leaves out the division. A group of equal rewards gives exactly 0. std is the population's.
 
     Raises:
-        ContractError: the rewards are no tensor of numbers, their number is not a multiple of ``group_size``, or
-            ``eps`` is no number of 0 and above.
+        ContractError: the rewards are no tensor of finite numbers, their number is not a multiple of ``group_size``,
+            or ``eps`` is no number of 0 and above.
     """
     if not isinstance(rewards, Tensor) or rewards.is_complex():
         raise ContractError(f"rewards={rewards!r:.80}, supported: a tensor of numbers, torch.tensor(rewards)")
     if not real(eps) or not 0 <= eps < math.inf:
         raise ContractError(f"eps={eps!r}, supported: a finite number of 0 and above")
-    if not isinstance(group_size, Integral) or isinstance(group_size, bool) or group_size < 1:
+    if not whole_number(group_size) or group_size < 1:
         raise ContractError(f"group_size={group_size!r}, supported: an integer of 1 and above; give samples a prompt")
     if rewards.numel() % group_size:
         raise ContractError(f"{rewards.numel()} rewards, group_size={group_size}; give whole groups")
+    finite = rewards.isfinite().flatten()
+    if not finite.all():
+        at = int(finite.logical_not().nonzero()[0])
+        raise ContractError(
+            f"the reward of sample {at} is {rewards.flatten()[at].item()}, supported: finite numbers; a sample without "
+            "a reward takes no part, leave its group out"
+        )
     groups = rewards.double().view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     equal = (groups == groups[:, :1]).all(1, keepdim=True)

@@ -46,7 +46,7 @@ class OptimizerConfig:
             and self.clip_grad >= 0
         ):
             raise ContractError(
-                f"{self}; supported: finite lr, weight_decay >= 0, clip_grad >= 0, betas in [0, 1), finite eps > 0"
+                f"{self}; supported: finite lr and weight_decay >= 0, clip_grad >= 0, betas in [0, 1), finite eps > 0"
             )
         known = self.kind in ("strict", "megatron") and isinstance(self.distributed, bool)
         if not known or (self.distributed and self.kind != "megatron"):

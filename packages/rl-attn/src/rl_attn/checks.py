@@ -95,7 +95,8 @@ def refuse_variants(where: str, options: dict[str, Any]) -> None:
     }
     for name, value in options.items():
         if name not in neutral:
-            raise ContractError(f"{where} got an unknown option {name}={value!r}; supported: {sorted(neutral)}")
+            known = ", ".join(f"{option}={values[0]!r}" for option, values in neutral.items())
+            raise ContractError(f"{where} got an unknown option {name}={value!r}; supported: {known}; leave it out")
         if not any(value is x or value == x for x in neutral[name]):
             raise ContractError(
                 f"{where} got {name}={value!r}; supported: causal attention over the full context, "

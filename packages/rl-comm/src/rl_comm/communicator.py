@@ -15,6 +15,7 @@ from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call, GlooMover, Mover
 from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract.checks import whole_number
 from rl_contract.communicator import dim_problem, sum_problem, tensor_problem
 from rl_contract.devices import row_major_bytes
 
@@ -94,7 +95,7 @@ class TreeCommunicator:
         check_alike(
             gloo,
             str(identity),
-            f"transport={transport!r}, two_shot_bytes={two_shot_bytes!r}",
+            f"transport={transport!r}, two_shot_bytes={two_shot_bytes}",
             _unusable(transport, two_shot_bytes, timeout_s, identity, backends) or _no_group(host_group),
         )
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
@@ -324,10 +325,6 @@ def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
     return shared or gloo
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _no_group(host_group: Any) -> Exception | None:
     if host_group is None or isinstance(host_group, dist.ProcessGroup):
         return None
@@ -342,9 +339,9 @@ def _unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any
         return MissingSupport(
             f"transport='nccl' got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
         )
-    if two_shot_bytes is not None and (not _whole(two_shot_bytes) or two_shot_bytes < 0):
+    if two_shot_bytes is not None and (not whole_number(two_shot_bytes) or two_shot_bytes < 0):
         return ContractError(f"two_shot_bytes={two_shot_bytes!r}; supported: None or an integer of 0 or more bytes")
-    if not (_whole(timeout_s) or isinstance(timeout_s, float)) or not timeout_s > 0:
+    if not (whole_number(timeout_s) or isinstance(timeout_s, float)) or not timeout_s > 0:
         return ContractError(f"timeout_s={timeout_s!r}; supported: seconds, more than 0")
     if not isinstance(identity, str):
         return ContractError(f"identity={identity!r}; supported: str")
