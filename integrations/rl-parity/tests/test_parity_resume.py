@@ -1,6 +1,7 @@
 """A run in two sittings is the run in one: every bit, every record, one ledger; and what must not be resumed is not."""
 
 import json
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -248,6 +249,41 @@ def test_a_run_without_a_saved_state_cannot_be_resumed(tmp_path, capsys):
     assert resume(tmp_path / "out", "--steps", "4") == 2
     assert "2 steps and no saved state; save with --save-every" in capsys.readouterr().err
     assert cli.main(["run", "--resume", str(tmp_path / "nothing"), "--steps", "4"]) == 2
+
+
+@pytest.mark.parametrize("every", ["3", "2"], ids=["before", "while"])
+def test_an_arm_killed_before_its_first_state_was_saved_begins_anew(tmp_path, capsys, every):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert start(whole, "--arm", "both", "--steps", "4") == 0
+    assert start(out, "--arm", "both", "--steps", "2", "--save-every", every) == 0
+    killed(out)
+    shutil.rmtree(out / "strict" / "state")
+    model = out / "model" / "model.safetensors"
+    held = model.read_bytes()
+    model.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    assert resume(out, "--steps", "4") == 2
+    assert "the run began with" in capsys.readouterr().err
+    model.write_bytes(held)
+    assert resume(out, "--steps", "4") == 0
+    directory = RunDirectory(out)
+    last = directory.manifest()["sittings"][-1]
+    assert [record["step"] for record in last["done_again"]["strict"]] == [0, 1]
+    assert last["from_step"] == {"native": 2, "strict": 0}
+    assert cli.main(["report", str(out)]) == 0
+    assert cli.main(["compare", str(whole), str(out)]) == 0
+
+
+@pytest.mark.parametrize(("every", "ended"), [("3", True), ("1", False)], ids=["finished", "killed"])
+def test_an_arm_whose_state_was_due_and_is_gone_does_not_begin_anew(tmp_path, capsys, every, ended):
+    out = tmp_path / "out"
+    assert start(out, "--steps", "2", "--save-every", every) == 0
+    if not ended:
+        killed(out)
+    shutil.rmtree(out / "strict" / "state")
+    before = contents(out)
+    assert resume(out, "--steps", "4") == 2
+    assert f"strict arm: 2 steps and no saved state; restore {out / 'strict' / 'state'}" in capsys.readouterr().err
+    assert contents(out) == before
 
 
 def test_a_run_with_a_mismatch_cannot_be_resumed(tmp_path, capsys):

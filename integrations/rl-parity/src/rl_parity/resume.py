@@ -75,19 +75,22 @@ def points(directory: RunDirectory, config: RunConfig) -> dict[str, Point]:
     """Where each arm of the run goes on.
 
     Raises:
-        ContractError: an arm has steps but no saved state, its files contradict each other, or more steps are done than
-            are asked for.
+        ContractError: an arm has steps and no saved state where one was due, or none was ever to be saved; its files
+            contradict each other; or more steps are done than are asked for.
     """
-    run_id = directory.manifest()["run_id"]
+    manifest = directory.manifest()
+    run_id, every = manifest["run_id"], manifest["config"].get("save_every", 0)
     found: dict[str, Point] = {}
     problems = []
     for arm in config.arms:
         records = directory.steps(arm, torn=True)
         saved = state.latest(directory.root / arm / "state")
         if saved is None:
-            if records:
-                problems.append(f"{arm} arm: {len(records)} steps and no saved state; save with --save-every")
-            found[arm] = Point()
+            # one that broke off before its first state was there, or while it was saved, begins anew
+            if records and (len(records) > every or manifest["status"] == "finished"):
+                remedy = f"restore {directory.root / arm / 'state'}" if every else "save with --save-every"
+                problems.append(f"{arm} arm: {len(records)} steps and no saved state; {remedy}")
+            found[arm] = Point(dropped=records)
             continue
         done = [record for record in records if record["step"] < saved.step]
         if saved.run_id != run_id or [r["step"] for r in done] != list(range(saved.step)):
@@ -119,6 +122,8 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         raise ContractError(f"--resume {directory.root}: the {ended[0]} arm ended with a mismatch; start the run again")
     for arm, point in found.items():
         if point.saved is None:
+            if point.dropped:
+                _first_weights(directory, config, manifest, point.dropped[0]["weight_digest"])
             continue
         verify.arm_files(directory, arm, manifest, [*point.records, *point.dropped])
         verify.samples(directory, arm, point.records)
@@ -128,14 +133,18 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         verify.ledger_text(directory, arm, manifest)
         kept = "".join(_kept(path, point.step))
         verify.ledger(directory, arm, manifest, kept, point.records, deep=True)
-        digest = point.records[0]["weight_digest"]
-        verify.built_in_model(directory, manifest, digest)
-        if spec_of(config.model) is None:
-            verify.weights(Path(config.model), digest, weight_algorithm(directory.root / MANIFEST, manifest))
+        _first_weights(directory, config, manifest, point.records[0]["weight_digest"])
         _state(point.saved, config)
         if point.step == config.steps:
             _told(directory, arm, manifest, point)
     bound.check_files(directory, manifest)
+
+
+def _first_weights(directory: RunDirectory, config: RunConfig, manifest: Mapping[str, Any], digest: str) -> None:
+    """Raise where the model is not the one that an arm began with."""
+    verify.built_in_model(directory, manifest, digest)
+    if spec_of(config.model) is None:
+        verify.weights(Path(config.model), digest, weight_algorithm(directory.root / MANIFEST, manifest))
 
 
 def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> None:
