@@ -159,8 +159,8 @@ def test_v2_runner_scores_by_the_strict_operator_and_puts_its_own_back(profile, 
 # attention
 
 
-@pytest.mark.parametrize(("mixed", "bound"), [("FULL", 64), ("PIECEWISE", 1)])
-def test_graph_of_mixed_batches_is_captured_for_any_number_of_rows(monkeypatch, mixed, bound):
+@pytest.mark.parametrize(("mixed", "requests", "bound"), [("FULL", 64, 64), ("PIECEWISE", 64, 1)])
+def test_graph_of_mixed_batches_is_captured_for_any_number_of_rows(monkeypatch, mixed, requests, bound):
     from vllm.config.compilation import CUDAGraphMode
 
     from rl_vllm.gpu_attention import StrictGPUMetadataBuilder
@@ -168,9 +168,14 @@ def test_graph_of_mixed_batches_is_captured_for_any_number_of_rows(monkeypatch, 
     mode = {"FULL": CUDAGraphMode.FULL, "PIECEWISE": CUDAGraphMode.FULL_AND_PIECEWISE}[mixed]
     builder = StrictGPUMetadataBuilder.__new__(StrictGPUMetadataBuilder)
     builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-    names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "positions")
-    common = SimpleNamespace(causal=True, num_actual_tokens=64, max_query_len=1, **dict.fromkeys(names))
+    names = ("query_start_loc", "block_table_tensor", "slot_mapping", "positions")
+    common = SimpleNamespace(
+        causal=True, num_actual_tokens=64, max_query_len=1, seq_lens=torch.zeros(requests), **dict.fromkeys(names),
+        query_start_loc_cpu=torch.tensor([0, 3, 5, 9]),
+    )  # fmt: skip
     assert builder.build_for_cudagraph_capture(common).max_query_len == bound
+    assert builder.build_for_cudagraph_capture(common).min_query_len == (0 if bound == 64 else 2)
+    assert builder.build(0, common).min_query_len == 2
     assert builder.build(0, common).max_query_len == 1
 
 

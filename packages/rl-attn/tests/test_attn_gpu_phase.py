@@ -184,6 +184,24 @@ def test_one_sequence_that_is_not_short_needs_no_segments(batch, expected):
         assert equal(lse, expected[1][at])
 
 
+def test_bound_from_below_leaves_out_kernels_of_short_sequences_and_no_bit(batch, expected):
+    longest = sorted(range(len(batch.lengths)), key=batch.lengths.__getitem__)[-2:]
+    ends = [int(batch.cu[n]) + batch.lengths[n] for n in longest]
+    rows = torch.cat([torch.arange(end - 40, end) for end in ends]).to(DEVICE)
+    call = {
+        "query_start_loc": torch.tensor([0, 40, 80], device=DEVICE, dtype=torch.int32),
+        "seq_lens": torch.tensor([batch.lengths[n] for n in longest], device=DEVICE, dtype=torch.int32),
+        "block_table": batch.table[longest], "scale": batch.scale, "return_lse": True,
+    }  # fmt: skip
+    # a bound that is too low costs launches alone, and one that is too high none of the rows
+    for least in (0, 1, 40, 41):
+        reset_launches()
+        out, lse = attention_paged(batch.q[rows], batch.cache, min_query_len=least, **call)
+        assert any(x["kernel"].endswith("decode") for x in launches()) == (least < 40)
+        assert equal(out, expected[0][rows].to(out.dtype))
+        assert equal(lse, expected[1][rows])
+
+
 def test_batch_row_alone_equals_row_among_mates(batch, expected):
     for n in (10, 13, 16):
         row = int(batch.cu[n + 1]) - 1

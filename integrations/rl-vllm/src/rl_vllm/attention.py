@@ -38,6 +38,7 @@ class StrictAttentionMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     positions: torch.Tensor | None
+    min_query_len: int = 0
 
 
 class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
@@ -196,6 +197,7 @@ class StrictAttentionImpl(AttentionImpl):
             segment=settings.segment,
             family=settings.attention,
             max_query_len=attn_metadata.max_query_len,
+            min_query_len=attn_metadata.min_query_len,
             out=_rows(output, T),
         )
         return output

@@ -21,12 +21,21 @@ SPLIT = hasattr(AttentionBackend, "get_kv_cache_shape")
 class StrictGPUMetadataBuilder(StrictMetadataBuilder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StrictAttentionMetadata:
+        found = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        starts = getattr(common_attn_metadata, "query_start_loc_cpu", None)
+        if starts is not None and len(starts) > 1:
+            found.min_query_len = max(0, int((starts[1:] - starts[:-1]).min()))
+        return found
+
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> StrictAttentionMetadata:
         found = super().build_for_cudagraph_capture(common_attn_metadata)
         mode = self.vllm_config.compilation_config.cudagraph_mode
-        # a full graph of mixed batches is captured with one row a request, and replayed with any number of them
+        # a full graph of mixed batches is captured with equal rows a request, and replayed with any number of them
         if mode.mixed_mode() == type(mode).FULL:
-            found.max_query_len = found.num_actual_tokens
+            found.max_query_len, found.min_query_len = found.num_actual_tokens, 0
         return found
 
 

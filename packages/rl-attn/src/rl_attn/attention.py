@@ -135,6 +135,7 @@ def attention_paged(
     segment: int = SEGMENT,
     family: str = "segments",
     max_query_len: int | None = None,
+    min_query_len: int = 0,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     **variants: Any,
@@ -149,6 +150,7 @@ def attention_paged(
         block_table: int ``[requests, pages]``; entries behind a request's length are never read.
         max_query_len: a bound on the queries of a request, for speed alone: rows of a request with more of them may be
             left unwritten.
+        min_query_len: a bound from below on the same, for speed alone; no row depends on it.
         out: like q, with a last stride of 1 and memory apart from q and the cache: the result is written there, and is
             what comes back.
         scale, key_tile, segment, family, return_lse, variants: as in ``attention_packed``.
@@ -188,6 +190,10 @@ def attention_paged(
             f"{where} got max_query_len={max_query_len!r}; supported: None, or an integer from 0 to 2**31 - 1, the "
             "most queries of a request"
         )
+    if not whole_number(min_query_len) or min_query_len < 0:
+        raise ContractError(
+            f"{where} got min_query_len={min_query_len!r}; supported: an integer from 0, the least queries of any"
+        )
     if out is not None:
         _require_out(where, q, cache, out)
     if family == "nosplit":
@@ -196,7 +202,9 @@ def attention_paged(
         return (found, lse) if return_lse else found
     rest = (query_start_loc, seq_lens, block_table, float(scale), key_tile, segment, max_query_len)
     if gpu.direct(q):
-        out, lse = gpu.paged(q, cache.k, cache.v, *rest[:-1], most_rows=max_query_len, out=out)
+        out, lse = gpu.paged(
+            q, cache.k, cache.v, *rest[:-1], most_rows=max_query_len, least_rows=min_query_len, out=out
+        )
     elif out is None:
         out, lse = ops.paged(q, cache.k, cache.v, *rest)
     else:

@@ -185,10 +185,11 @@ def packed(
 def paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor,
     scale: float, key_tile: int, segment: int, max_keys: int = 0, out_dtype: torch.dtype | None = None,
-    most_rows: int | None = None, out: Tensor | None = None,
+    most_rows: int | None = None, out: Tensor | None = None, least_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ``packed``, keys on pages. ``max_keys``: a bound on seq_lens, where one below the table's width is known.
-    ``most_rows``: a bound on the queries of a sequence. ``out``: where the result goes, last stride 1."""
+    ``most_rows``, ``least_rows``: bounds on the queries of a sequence. ``out``: where the result goes, last stride 1.
+    """
     check("attention_paged", q, k_cache, v_cache)
     q = unit_last(q)
     tokens, heads, head_dim = q.shape
@@ -214,6 +215,8 @@ def paged(
     else:
         # nothing runs in parallel that the walk would not; what pays is the kernel that needs no fold
         splits = split.specialised and few and sequences <= MOST_SHORT_SEQUENCES
+    # where no sequence is short its kernels would find nothing to do; the walk takes what is not theirs
+    splits = splits and least_rows <= (room if few else 1)
     short = (room if few else 1) if splits else 0
     narrow = 0
     if splits and split.specialised and most_rows is not None and most_rows <= short:
