@@ -149,6 +149,30 @@ def test_graph_eager_compiled_and_captured_engines_equal_the_operators(checkpoin
         assert f"rl_attn.triton_hopper_{'decode' if mode == 'full' else 'few'}" in decodes
 
 
+@pytest.mark.parametrize("family", ["segments", "nosplit"])
+def test_graph_of_whole_prefills_has_the_bits_of_piecewise_ones_and_of_the_operators(checkpoint, weights, family):
+    # tokens by request: one prompt, few, few with short ones, and more than any graph holds if they come at once
+    steps = [[256], [200], [60, 4], [100, 156], [64, 1, 30, 1, 1, 2, 5, 1], [16] * 9]
+    requests = [[(prompt(70 * i + j, n, 4096), j, 0.8) for j, n in enumerate(x)] for i, x in enumerate(steps)]
+    found, phases = {}, {}
+    for graphs in (True, False):
+        given = {"additional_config": {"rl_prefill_graphs": graphs}, **MODES["graphs"]}
+        with started(checkpoint, "v2", family, **given) as (llm, profile):
+            found[graphs], phases[graphs] = [], []
+            for step in requests:
+                assert llm.reset_prefix_cache()
+                rl_vllm.reset_launches(llm)
+                params = [sampled(seed, tokens=1, temperature=t) for _, seed, t in step]
+                found[graphs].append(generate(llm, [p for p, _, _ in step], params))
+                rows = rl_vllm.assert_strict(llm, profile)[0]["launches"]
+                phases[graphs].append({x["phase"] for x in rows if x["boundary"] == "attention"} - {"capture"})
+    assert phases[True][:-1] == [{"replay"}] * 5
+    assert all("eager" in x for x in phases[False])
+    for step, one, other in zip(requests, found[True], found[False]):
+        assert_same(one, other)
+        assert_same(one, answer(weights, profile, step, 1))
+
+
 @pytest.mark.field_report("R30")
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_batch_of_256_has_the_bits_of_64_and_of_1(checkpoint, weights, runner):

@@ -159,7 +159,7 @@ def test_v2_runner_scores_by_the_strict_operator_and_puts_its_own_back(profile, 
 # attention
 
 
-@pytest.mark.parametrize(("mixed", "requests", "bound"), [("FULL", 64, 64), ("PIECEWISE", 64, 1)])
+@pytest.mark.parametrize(("mixed", "requests", "bound"), [("FULL", 64, 64), ("PIECEWISE", 64, 1), ("PIECEWISE", 8, 64)])
 def test_graph_of_mixed_batches_is_captured_for_any_number_of_rows(monkeypatch, mixed, requests, bound):
     from vllm.config.compilation import CUDAGraphMode
 

@@ -34,7 +34,8 @@ class StrictGPUMetadataBuilder(StrictMetadataBuilder):
         found = super().build_for_cudagraph_capture(common_attn_metadata)
         mode = self.vllm_config.compilation_config.cudagraph_mode
         # a full graph of mixed batches is captured with equal rows a request, and replayed with any number of them
-        if mode.mixed_mode() == type(mode).FULL:
+        few = found.seq_lens.shape[0] < found.num_actual_tokens
+        if few or mode.mixed_mode() == type(mode).FULL:
             found.max_query_len, found.min_query_len = found.num_actual_tokens, 0
         return found
 

@@ -118,7 +118,7 @@ class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
         super().load_model(**kwargs)
 
     def _complete(self) -> None:
-        from rl_vllm import fusing, sampling_graphs
+        from rl_vllm import fusing, prefill_graphs, sampling_graphs
         from rl_vllm.gpu_sampling import install
 
         if fusing.decided(self.vllm_config):
@@ -126,6 +126,7 @@ class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
         self._v2 = bool(getattr(self, "use_v2_model_runner", False))
         self._draws = install(self.strict.profile, self.model_runner, self._v2)
         if self._v2:
+            prefill_graphs.install(self.model_runner, self.vllm_config)
             self._sampling = sampling_graphs.install(self.model_runner, self.vllm_config)
 
     def rl_reset_launches(self) -> None:

@@ -10,7 +10,8 @@ from rl_contract import ContractError
 from rl_vllm.fusing import KEY as FUSED
 
 SAMPLING_GRAPHS = "rl_sampling_graphs"
-NAMES = (FUSED, SAMPLING_GRAPHS)
+PREFILL_GRAPHS = "rl_prefill_graphs"
+NAMES = (FUSED, SAMPLING_GRAPHS, PREFILL_GRAPHS)
 # written by apply_strict: the profile's fingerprint
 FINGERPRINT = "rl_strict"
 
