@@ -39,6 +39,35 @@ def test_bad_input_a_ratio_that_is_not_that_of_its_times(tmp_path, run_tool):
     assert "rows is empty" in refused(run_tool, tmp_path, "x.json", BENCH | {"rows": []})
 
 
+ROWS = {
+    "a text for a row": (lambda row: "x", r"row 1: it is a str, supported is an object"),
+    "a time of text": (lambda row: row | {"strict_us": "5"}, r"row 1 (qkv M=64): strict_us is '5', supported is a"),
+    "no ratio": (lambda row: {k: v for k, v in row.items() if k != "ratio"}, "row 1 (qkv M=64): ratio is None"),
+    "no time": (lambda row: {k: v for k, v in row.items() if k != "peer_us"}, "row 1 (qkv M=64): peer_us is None"),
+    "a shape of nothing": (lambda row: row | {"shape": []}, "row 1 (qkv M=64): shape is []"),
+    "a shape of text": (lambda row: row | {"shape": ["64"]}, "row 1 (qkv M=64): shape is ['64']"),
+    "no peer": (lambda row: row | {"peer": None}, "row 1 (qkv M=64): peer is None"),
+    "no case": (lambda row: row | {"case": 3}, "row 1 (3): case is 3, supported is a text"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_bad_input_a_row_of_another_shape_is_named(case, tmp_path, run_tool):
+    pytest.importorskip("matplotlib")
+    change, words = ROWS[case]
+    row = BENCH["rows"][0]
+    assert words in refused(run_tool, tmp_path, "x.json", BENCH | {"rows": [row, change(row)]})
+
+
+def test_a_file_of_no_bench_is_drawn_and_says_that_its_targets_are_unchecked(tmp_path, run_tool):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "foo.json").write_text(json.dumps(BENCH))
+    done = run_tool("results", tmp_path / "foo.json")
+    assert done.returncode == 0
+    words = f"{tmp_path / 'foo.json'}: tools/bench has no bench foo, so its targets are not computed again"
+    assert done.stderr.splitlines() == [words]
+
+
 def test_a_ratio_of_times_before_their_rounding_is_taken(tmp_path, run_tool):
     pytest.importorskip("matplotlib")
     # 1.084 / 1.566 of the times as measured; 1.08 / 1.57 as stored
