@@ -91,6 +91,15 @@ def test_tree_digest_takes_every_type_stride_and_offset():
         assert tensor_digest(views()[name]) == hashlib.sha256(data).hexdigest(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.bits8])
+def test_types_whose_elements_torch_does_not_copy_have_the_digest_of_their_bytes(dtype):
+    raw = some_bytes(64 * 129).view(64, 129)
+    for x in (raw, raw.t(), raw[::3, 5::2], raw[:1].expand(40, 129), raw[5:6, 7:8]):
+        data = x.contiguous().numpy().tobytes()
+        assert tree_digests([("x", x.view(dtype))]) == [("x", defined(data))]
+        assert tensor_digest(x.view(dtype)) == hashlib.sha256(data).hexdigest()
+
+
 def noticed(x: torch.Tensor) -> None:
     """A bit in every kind of place, a swap of chunks, a byte more or less: all are told apart."""
     places = sorted({*range(70), 4095, 4096, 4097, 8191, 8192, x.numel() - 65, x.numel() - 2, x.numel() - 1})
