@@ -311,6 +311,8 @@ def test_launches_count_by_kind():
     record_launch(Launch("norm", "k"))
     record_launch(Launch("norm", "k"), 2)
     record_launch(Launch("norm", "k", layout="tp2"))
+    # no launch is none to claim anything from
+    record_launch(Launch("swiglu", "k"), 0)
     assert [(r["layout"], r["count"]) for r in launches()] == [("-", 3), ("tp2", 1)]
     reset_launches()
     assert launches() == []

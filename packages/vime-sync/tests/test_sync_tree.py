@@ -91,7 +91,9 @@ def test_tree_digest_takes_every_type_stride_and_offset():
         assert tensor_digest(views()[name]) == hashlib.sha256(data).hexdigest(), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.bits8])
+@pytest.mark.parametrize(
+    "dtype", [getattr(torch, x) for x in ("float4_e2m1fn_x2", "float8_e8m0fnu", "bits8") if hasattr(torch, x)]
+)
 def test_types_whose_elements_torch_does_not_copy_have_the_digest_of_their_bytes(dtype):
     raw = some_bytes(64 * 129).view(64, 129)
     for x in (raw, raw.t(), raw[::3, 5::2], raw[:1].expand(40, 129), raw[5:6, 7:8]):

@@ -54,9 +54,9 @@ def record_launch(launch: Launch, count: int = 1) -> None:
 
 
 def launches() -> list[dict[str, Any]]:
-    """Everything recorded in this process since the last reset, sorted, with counts; ready for JSON."""
+    """What was launched in this process since the last reset, sorted, with counts from 1; ready for JSON."""
     with _lock:
-        rows = [{**asdict(launch), "count": count} for launch, count in _counts.items()]
+        rows = [{**asdict(launch), "count": count} for launch, count in _counts.items() if count]
     return sorted(rows, key=lambda r: (r["boundary"], r["kernel"], r["plan"], r["layout"], r["phase"]))
 
 
