@@ -115,13 +115,13 @@ def test_contract_of_row_names_the_leaves():
 def test_ops_keep_the_rules_of_custom_ops():
     x, w, b = torch.randn(5, 32), torch.randn(16, 32), torch.randn(16)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.matmul_tree, (x, w, 2), test_utils=checks)
-    torch.library.opcheck(ops.matmul, (x, w, b, 1, torch.bfloat16), test_utils=checks)
-    torch.library.opcheck(ops.grad_input, (torch.randn(5, 16), w, 2, 2), test_utils=checks)
-    torch.library.opcheck(ops.grad_weight, (torch.randn(5, 16), x), test_utils=checks)
-    torch.library.opcheck(ops.gate_up_swiglu, (x, w), test_utils=checks)
-    torch.library.opcheck(ops.swiglu, (x,), test_utils=checks)
-    torch.library.opcheck(ops.swiglu_backward, (torch.randn(5, 16), x), test_utils=checks)
+    torch.library.opcheck(ops.matmul_tree.overload, (x, w, 2), test_utils=checks)
+    torch.library.opcheck(ops.matmul.overload, (x, w, b, 1, torch.bfloat16), test_utils=checks)
+    torch.library.opcheck(ops.grad_input.overload, (torch.randn(5, 16), w, 2, 2), test_utils=checks)
+    torch.library.opcheck(ops.grad_weight.overload, (torch.randn(5, 16), x), test_utils=checks)
+    torch.library.opcheck(ops.gate_up_swiglu.overload, (x, w), test_utils=checks)
+    torch.library.opcheck(ops.swiglu.overload, (x,), test_utils=checks)
+    torch.library.opcheck(ops.swiglu_backward.overload, (torch.randn(5, 16), x), test_utils=checks)
 
 
 @pytest.mark.field_report("R54")

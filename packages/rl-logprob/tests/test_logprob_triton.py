@@ -152,6 +152,7 @@ def body_kept():
     gpu_grad.FEW_TOKENS = 0
     main = torch.nn.Parameter(w)
 
+    @torch.no_grad()
     def both(support, keep=0):
         main.main_grad = torch.zeros_like(w)
         comm = SingleRank()
@@ -217,6 +218,7 @@ def body_head():
     g, d, one = torch.randn(ROWS), torch.randn(ROWS), torch.empty(0)
     main = torch.nn.Parameter(w)
 
+    @torch.no_grad()
     def both(leaves=1, keep=0):
         main.main_grad = torch.zeros_like(w)
         comm = SingleRank()
@@ -245,9 +247,9 @@ def body_head():
     for few, leaves in ((0, 1), (1024, 1), (1024, 4)):
         gpu_grad.FEW_TOKENS = few
         given = (targets, one, want[1], g, d, SingleRank(), 600, leaves, False, True, [])
-        own = linear_gpu.backward(h, torch.nn.Parameter(w), *given)[1]
+        own = linear_gpu.backward(h, torch.nn.Parameter(w, False), *given)[1]
         assert torch.equal(own, want[3]) if few == 0 else (own - want[3]).norm() / want[3].norm() < 1e-6
-        nothing = linear_gpu.backward(h[:0], torch.nn.Parameter(w), *(x[:0] for x in given[:5]), *given[5:])[1]
+        nothing = linear_gpu.backward(h[:0], torch.nn.Parameter(w, False), *(x[:0] for x in given[:5]), *given[5:])[1]
         assert not nothing.any()
     torch.empty_like, gpu_grad.FEW_TOKENS = unfilled, 0
     for keep in (4 * ROWS * 600, 4 * ROWS * 300):

@@ -73,10 +73,10 @@ def test_contract_follows_the_settings():
 def test_ops_keep_the_rules_of_custom_ops():
     x, w = torch.randn(5, 32), torch.randn(32)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.rms_norm, (x, w, 1e-6), test_utils=checks)
-    torch.library.opcheck(ops.add_rms_norm, (x, x + 1, w, 1e-6), test_utils=checks)
-    torch.library.opcheck(ops.grad_input, (x, x, w, torch.rand(5), x), test_utils=checks)
-    torch.library.opcheck(ops.grad_weight, (x, x, torch.rand(5)), test_utils=checks)
+    torch.library.opcheck(ops.rms_norm.overload, (x, w, 1e-6), test_utils=checks)
+    torch.library.opcheck(ops.add_rms_norm.overload, (x, x + 1, w, 1e-6), test_utils=checks)
+    torch.library.opcheck(ops.grad_input.overload, (x, x, w, torch.rand(5), x), test_utils=checks)
+    torch.library.opcheck(ops.grad_weight.overload, (x, x, torch.rand(5)), test_utils=checks)
 
 
 @pytest.mark.field_report("R54")

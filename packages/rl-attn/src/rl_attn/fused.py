@@ -4,8 +4,9 @@ Same bits as the three operators one after the other, contracts ``norm`` (of ``r
 output is rounded to the model's type before it is rotated, and the cache receives what the rotation has rounded.
 """
 
+from collections.abc import Callable
+
 import numpy as np
-import torch
 from torch import Tensor
 
 from rl_attn import cpu_rotary, gpu, gpu_rotary, ops
@@ -14,9 +15,10 @@ from rl_attn.paged import PagedKV
 from rl_attn.rope import RopeTable
 from rl_contract import ContractError, Launch, record_launch
 from rl_contract.checks import require_tensor
+from rl_contract.opaque import opaque_op
 
 
-@torch.library.custom_op("rl_attn::norm_rotary_write", mutates_args=("k_cache", "v_cache"), device_types="cpu")
+@opaque_op("rl_attn::norm_rotary_write", mutates_args=("k_cache", "v_cache"))
 def norm_rotary_write_op(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, positions: Tensor,
     cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
@@ -112,7 +114,8 @@ def norm_rotary_write(
     cache.refuse_overlap(where, q=q, k=k, v=v)
     cos, sin = table.on(q.device)
     weights = (None, None) if q_weight is None or k_weight is None else (q_weight.detach(), k_weight.detach())
-    return (_launch if gpu.direct(q) else norm_rotary_write_op)(
+    run: Callable[..., Tensor] = _launch if gpu.direct(q) else norm_rotary_write_op
+    return run(
         q.detach(), k.detach(), v.detach(), *weights, float(eps or 0.0), positions, cos, sin, cache.k, cache.v,
         slot_mapping,
     )  # fmt: skip

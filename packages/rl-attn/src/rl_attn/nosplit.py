@@ -19,6 +19,7 @@ from torch import Tensor
 from rl_attn import counting, gpu
 from rl_attn.paged import PagedKV
 from rl_contract import ContractError, MissingSupport
+from rl_contract.opaque import opaque_op
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _int32(x: Tensor) -> Tensor:
     return x.to(torch.int32).contiguous()
 
 
-@torch.library.custom_op("rl_attn::library_packed", mutates_args=(), device_types="cuda")
+@opaque_op("rl_attn::library_packed", device_type="cuda")
 def library_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, positions: Tensor, most_rows: int,
     most_keys: int, scale: float,
@@ -187,7 +188,7 @@ def _backward(ctx, grad_out, grad_lse):
 library_packed.register_autograd(_backward, setup_context=_context)
 
 
-@torch.library.custom_op("rl_attn::library_paged", mutates_args=(), device_types="cuda")
+@opaque_op("rl_attn::library_paged", device_type="cuda")
 def library_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor,
     most_rows: int, scale: float,

@@ -8,6 +8,7 @@ import torch
 
 from rl_attn import cpu, cpu_rotary
 from rl_contract import ContractError, Launch, record_launch
+from rl_contract.opaque import opaque_op
 from rl_contract.threads import for_ranges
 
 # below this many operations handing over to threads costs more than it saves
@@ -91,7 +92,7 @@ def _forward(
     return out, lse
 
 
-@torch.library.custom_op("rl_attn::packed", mutates_args=(), device_types="cpu")
+@opaque_op("rl_attn::packed")
 def packed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -133,7 +134,7 @@ def _paged(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, k
     )  # fmt: skip
 
 
-@torch.library.custom_op("rl_attn::paged", mutates_args=(), device_types="cpu")
+@opaque_op("rl_attn::paged")
 def paged(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -155,7 +156,7 @@ def _(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, key_ti
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_attn::paged_into", mutates_args=("out",), device_types="cpu")
+@opaque_op("rl_attn::paged_into", mutates_args=("out",))
 def paged_into(
     out: torch.Tensor,
     q: torch.Tensor,
@@ -189,7 +190,7 @@ _PAGE_ERRORS = {
 }
 
 
-@torch.library.custom_op("rl_attn::write_paged", mutates_args=("k_cache", "v_cache"), device_types="cpu")
+@opaque_op("rl_attn::write_paged", mutates_args=("k_cache", "v_cache"))
 def write(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
@@ -222,7 +223,7 @@ def _rotate(x: torch.Tensor, positions: np.ndarray, cos: np.ndarray, sin: np.nda
     return out
 
 
-@torch.library.custom_op("rl_attn::rotary", mutates_args=(), device_types="cpu")
+@opaque_op("rl_attn::rotary")
 def rotary(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

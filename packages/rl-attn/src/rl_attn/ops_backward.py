@@ -6,13 +6,14 @@ import torch
 from rl_attn import cpu, cpu_backward
 from rl_attn.ops import LOG2E, dense, flat, int64, packed, spread, strides, unit_last
 from rl_contract import Launch, record_launch
+from rl_contract.opaque import opaque_op
 
 
 def _token_head(*tensors: torch.Tensor) -> np.ndarray:
     return strides(*(s for x in tensors for s in (x.stride(0), x.stride(1))))
 
 
-@torch.library.custom_op("rl_attn::row_delta", mutates_args=(), device_types="cpu")
+@opaque_op("rl_attn::row_delta")
 def row_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """fp32 [T, H]: chain over head_dim of grad_out * out."""
     grad_out, out = unit_last(grad_out), unit_last(out)
@@ -28,7 +29,7 @@ def _(grad_out, out):
     return out.new_empty(out.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_attn::grad_queries", mutates_args=(), device_types="cpu")
+@opaque_op("rl_attn::grad_queries")
 def grad_queries(
     grad_out: torch.Tensor,
     q: torch.Tensor,
@@ -66,7 +67,7 @@ def _(grad_out, q, k, v, lse, delta, cu_seqlens_q, cu_seqlens_k, positions, scal
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("rl_attn::grad_keys", mutates_args=(), device_types="cpu")
+@opaque_op("rl_attn::grad_keys")
 def grad_keys(
     grad_out: torch.Tensor,
     q: torch.Tensor,

@@ -18,6 +18,7 @@ from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.checks import whole_number
 from rl_contract.communicator import dim_problem, sum_problem, tensor_problem
 from rl_contract.devices import row_major_bytes
+from rl_contract.opaque import opaque_op
 
 TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
 # size of the fp32 partial from which on two steps are taken, by device
@@ -356,7 +357,7 @@ def _communicator(handle: int) -> TreeCommunicator:
     return comm
 
 
-@torch.library.custom_op("rl_comm::all_reduce", mutates_args=())
+@opaque_op("rl_comm::all_reduce", device_type=None)
 def _all_reduce_op(partial: torch.Tensor, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
     return _communicator(handle)._all_reduce(partial, out_dtype)
 
@@ -366,7 +367,7 @@ def _(partial: torch.Tensor, out_dtype: torch.dtype, handle: int) -> torch.Tenso
     return torch.empty_like(partial, dtype=out_dtype, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("rl_comm::reduce_scatter", mutates_args=())
+@opaque_op("rl_comm::reduce_scatter", device_type=None)
 def _reduce_scatter_op(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
     return _communicator(handle)._reduce_scatter(partial, dim, out_dtype)
 
@@ -380,7 +381,7 @@ def _(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, handle: int) -> t
     return partial.new_empty(shape, dtype=out_dtype)
 
 
-@torch.library.custom_op("rl_comm::all_gather", mutates_args=())
+@opaque_op("rl_comm::all_gather", device_type=None)
 def _all_gather_op(x: torch.Tensor, dim: int, handle: int) -> torch.Tensor:
     return _communicator(handle)._all_gather(x, dim)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.arrays import as_array
 from rl_contract.checks import require_tensor
+from rl_contract.opaque import opaque_op
 from rl_contract.threads import for_ranges
 from rl_gemm import cpu, cpu_swiglu
 from rl_gemm.contract import TOKEN_BLOCK
@@ -107,7 +108,7 @@ def finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor
     return total.to(out_dtype)
 
 
-@torch.library.custom_op("rl_gemm::matmul_tree", mutates_args=(), device_types="cpu")
+@opaque_op("rl_gemm::matmul_tree")
 def matmul_tree(x: Tensor, weight: Tensor, leaves: int = 1, boundary: str = _ROW) -> Tensor:
     """x [M, K], weight [N, K] -> fp32 [M, N]: ``leaves`` chains over K joined by the balanced tree.
 
@@ -128,7 +129,7 @@ def _(x: Tensor, weight: Tensor, leaves: int = 1, boundary: str = _ROW) -> Tenso
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_gemm::matmul", mutates_args=(), device_types="cpu")
+@opaque_op("rl_gemm::matmul")
 def matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = _COLUMN
 ) -> Tensor:
@@ -161,7 +162,7 @@ def check_grad_input(dy: Tensor, weight: Tensor, leaves: int, fused: int) -> Non
     check_device(dy, weight)
 
 
-@torch.library.custom_op("rl_gemm::grad_input", mutates_args=(), device_types="cpu")
+@opaque_op("rl_gemm::grad_input")
 def grad_input(
     dy: Tensor,
     weight: Tensor,
@@ -202,7 +203,7 @@ def check_grad_weight(dy: Tensor, x: Tensor) -> None:
     check_device(dy, x)
 
 
-@torch.library.custom_op("rl_gemm::grad_weight", mutates_args=(), device_types="cpu")
+@opaque_op("rl_gemm::grad_weight")
 def grad_weight(dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> Tensor:
     """dy [T, N], x [T, K] -> fp32 [N, K]: chains over blocks of 64 tokens from token 0, blocks folded left."""
     check_grad_weight(dy, x)
@@ -216,7 +217,7 @@ def _(dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> Tensor:
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_gemm::add_grad_weight", mutates_args=("total",), device_types="cpu")
+@opaque_op("rl_gemm::add_grad_weight", mutates_args=("total",))
 def add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str = _COLUMN) -> None:
     """total fp32 [N, K], a weight's main_grad, += ``grad_weight(dy, x)``; a GPU adds block after block."""
     total.add_(grad_weight(dy, x, boundary))
@@ -234,7 +235,7 @@ def check_swiglu(gate_up: Tensor) -> None:
     check_device(gate_up)
 
 
-@torch.library.custom_op("rl_gemm::swiglu", mutates_args=(), device_types="cpu")
+@opaque_op("rl_gemm::swiglu")
 def swiglu(gate_up: Tensor) -> Tensor:
     """[M, 2F] = [gate, up] -> [M, F] of the same type."""
     check_swiglu(gate_up)
@@ -258,7 +259,7 @@ def check_gate_up(x: Tensor, weight: Tensor) -> None:
         raise ContractError(f"gate_up_swiglu got weight {tuple(weight.shape)}; needs [2F, K] = [gate; up] with F > 0")
 
 
-@torch.library.custom_op("rl_gemm::gate_up_swiglu", mutates_args=(), device_types="cpu")
+@opaque_op("rl_gemm::gate_up_swiglu")
 def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K], weight [2F, K] = [gate; up] -> [M, F] of x's type: the bits of ``matmul``, then ``swiglu``.
 
@@ -285,7 +286,7 @@ def check_swiglu_backward(dy: Tensor, gate_up: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("rl_gemm::swiglu_backward", mutates_args=(), device_types="cpu")
+@opaque_op("rl_gemm::swiglu_backward")
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """dy [M, F], gate_up [M, 2F] -> [M, 2F] of the same type, each element rounded once."""
     check_swiglu_backward(dy, gate_up)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rl_contract import Launch, record_launch
 from rl_contract.arrays import as_array
+from rl_contract.opaque import opaque_op
 from rl_contract.threads import for_ranges
 from rl_logprob import cpu, cpu_support
 
@@ -24,7 +25,7 @@ def support_arrays(threshold: Tensor | None, last_id: Tensor | None) -> tuple[np
     return as_array(threshold), as_array(last_id)
 
 
-@torch.library.custom_op("rl_logprob::tile_stats", mutates_args=(), device_types="cpu")
+@opaque_op("rl_logprob::tile_stats")
 def tile_stats(
     logits: Tensor,
     temperature: Tensor,
@@ -69,7 +70,7 @@ def _(
     return logits.new_empty((rows, tiles)), s, s.new_empty((rows, tiles if entropy else 0))
 
 
-@torch.library.custom_op("rl_logprob::merge_tiles", mutates_args=(), device_types="cpu")
+@opaque_op("rl_logprob::merge_tiles")
 def merge_tiles(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
     """Tiles in id order -> state fp64 [T, 3]: maximum, log of the sum, entropy."""
     state = torch.empty(len(m), 3, dtype=torch.float64)
@@ -84,7 +85,7 @@ def _(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
     return m.new_empty((m.shape[0], 3), dtype=torch.float64)
 
 
-@torch.library.custom_op("rl_logprob::selected", mutates_args=(), device_types="cpu")
+@opaque_op("rl_logprob::selected")
 def selected(x: Tensor, state: Tensor) -> Tensor:
     """x fp32 [T], divided by the temperature -> logp fp32 [T]."""
     out = torch.empty(len(x), dtype=torch.float32)
@@ -98,7 +99,7 @@ def _(x: Tensor, state: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("rl_logprob::full", mutates_args=(), device_types="cpu")
+@opaque_op("rl_logprob::full")
 def full(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) -> Tensor:
     """logits fp32 [T, >=vocab_size] -> logp fp32 [T, vocab_size]."""
     out = torch.empty(len(logits), vocab_size, dtype=torch.float32)
@@ -113,7 +114,7 @@ def _(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) -> Te
     return logits.new_empty((logits.shape[0], vocab_size))
 
 
-@torch.library.custom_op("rl_logprob::grad_logits", mutates_args=(), device_types="cpu")
+@opaque_op("rl_logprob::grad_logits")
 def grad_logits(
     logits: Tensor,
     temperature: Tensor,
@@ -152,7 +153,7 @@ def _(
     return logits.new_empty(logits.shape)
 
 
-@torch.library.custom_op("rl_logprob::support", mutates_args=(), device_types="cpu")
+@opaque_op("rl_logprob::support")
 def support(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from rl_contract import ContractError, Launch, record_launch
 from rl_contract.arrays import as_array
 from rl_contract.checks import whole_number
 from rl_contract.jit import kernel
+from rl_contract.opaque import opaque_op
 from rl_contract.primitives import log_f64
 from rl_contract.threads import for_ranges
 from rl_logprob.checks import check_logits, check_tensor, check_vocab, row_temperature
@@ -83,7 +84,7 @@ def _gumbel(logits, seeds, positions, temperature, threshold, last_id, vocab_siz
         out[t] = choice
 
 
-@torch.library.custom_op("rl_logprob::gumbel_sample", mutates_args=(), device_types="cpu")
+@opaque_op("rl_logprob::gumbel_sample")
 def sample_op(
     logits: Tensor,
     seeds: Tensor,

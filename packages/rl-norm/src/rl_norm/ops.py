@@ -5,6 +5,7 @@ from torch import Tensor
 
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.arrays import as_array
+from rl_contract.opaque import opaque_op
 from rl_contract.threads import for_ranges
 from rl_norm import cpu
 
@@ -48,7 +49,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return y, stream, rstd
 
 
-@torch.library.custom_op("rl_norm::rms_norm", mutates_args=(), device_types="cpu")
+@opaque_op("rl_norm::rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [M, H], weight [H] -> y [M, H], rstd fp32 [M]."""
     check(x, weight, eps)
@@ -63,7 +64,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_norm::add_rms_norm", mutates_args=(), device_types="cpu")
+@opaque_op("rl_norm::add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [M, H], weight [H] -> y [M, H], stream = x + residual [M, H], rstd fp32 [M]."""
     check(x, weight, eps, residual)
@@ -77,7 +78,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_norm::grad_input", mutates_args=(), device_types="cpu")
+@opaque_op("rl_norm::grad_input")
 def grad_input(dy: Tensor, stream: Tensor, weight: Tensor, rstd: Tensor, dstream: Tensor | None = None) -> Tensor:
     """Gradient of the norm's input [M, H], plus ``dstream`` where the stream is used further; rounded once."""
     record_launch(Launch("norm", "rl_norm.cpu.grad_input"))
@@ -99,7 +100,7 @@ def _(dy: Tensor, stream: Tensor, weight: Tensor, rstd: Tensor, dstream: Tensor 
     return stream.new_empty(stream.shape)
 
 
-@torch.library.custom_op("rl_norm::grad_weight", mutates_args=(), device_types="cpu")
+@opaque_op("rl_norm::grad_weight")
 def grad_weight(dy: Tensor, stream: Tensor, rstd: Tensor, heads: int = 1, leaves: int = 1) -> Tensor:
     """dy, stream [T * heads, H] -> fp32 [H], the root of the tree over ``leaves`` equal leaves of ``heads``."""
     record_launch(Launch("norm", "rl_norm.cpu.grad_weight", f"tree{leaves}"))

@@ -1,0 +1,103 @@
+"""Opaque operators: one node for a compiler, no gradient that nobody wrote, writes that autograd sees."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_contract import ContractError
+from rl_contract.opaque import opaque_op
+
+
+@opaque_op("rl_contract_test::scaled")
+def scaled(x: Tensor, bias: Tensor | None = None, factor: float = 2.0) -> Tensor:
+    return x * factor if bias is None else x * factor + bias
+
+
+@scaled.register_fake
+def _(x, bias=None, factor=2.0):
+    return x.new_empty(x.shape)
+
+
+@opaque_op("rl_contract_test::grow", mutates_args=("total",))
+def grow(total: Tensor, x: Tensor) -> None:
+    total.copy_(total + x)
+
+
+@grow.register_fake
+def _(total, x):
+    return None
+
+
+@opaque_op("rl_contract_test::squared", device_type=None)
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+@squared.register_fake
+def _(x):
+    return x.new_empty(x.shape)
+
+
+def _context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    return 2 * ctx.saved_tensors[0] * dy
+
+
+squared.register_autograd(_backward, setup_context=_context)
+
+
+def test_keeps_the_rules_of_operators():
+    x = torch.randn(5, 3)
+    torch.library.opcheck(scaled.overload, (x, x, 3.0))
+    torch.library.opcheck(grow.overload, (x.clone(), x), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(squared.overload, (x.clone().requires_grad_(),))
+
+
+def test_one_node_of_a_compiled_graph_with_the_eager_bits():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    x = torch.randn(4, 3)
+    traced = torch.compile(lambda x: scaled(x, factor=3.0), fullgraph=True, backend=backend)
+    assert torch.equal(traced(x), scaled(x, None, 3.0))
+    assert seen == ["rl_contract_test.scaled.default"]
+
+
+def test_a_gradient_that_nobody_wrote_is_refused_where_it_would_be_lost():
+    x = torch.randn(3, requires_grad=True)
+    for call in (lambda: scaled(x), lambda: scaled(torch.ones(3), bias=x), lambda: grow(torch.zeros(3), x)):
+        with pytest.raises(ContractError, match=r"requires grad.*no_grad"):
+            call()
+    with torch.no_grad():
+        assert torch.equal(scaled(x), 2 * x)
+
+
+def test_a_registered_gradient_flows():
+    x = torch.tensor([1.0, -3.0], requires_grad=True)
+    squared(x).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([2.0, -6.0]))
+
+
+def test_autograd_sees_a_write():
+    total = torch.ones(2, requires_grad=True).clone()
+    used = total * total
+    with torch.no_grad():
+        grow(total, torch.ones(2))
+    assert torch.equal(total.detach(), torch.full((2,), 2.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.sum().backward()
+    with torch.inference_mode():
+        inside = torch.zeros(2)
+        grow(inside, torch.ones(2))
+        assert torch.equal(inside, torch.ones(2))
+
+
+def test_another_device_type_is_refused_by_name():
+    with pytest.raises(ContractError, match=r"'xpu'.*'cpu', 'cuda'"):
+        scaled.register_kernel("xpu")
