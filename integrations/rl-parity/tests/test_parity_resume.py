@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import parity_workers
 import pytest
 import torch
+from parity_rundir import make_older
 from safetensors.torch import load_file
 
 from rl_contract import ContractError
@@ -392,9 +393,10 @@ def test_a_manifest_without_a_digest_is_held_against_its_command(tmp_path, capsy
     out = tmp_path / "out"
     assert start(out, "--steps", "1", "--save-every", "1") == 0
     manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["config_sha256"], manifest["files_sha256"]
+    del manifest["config_sha256"]
     manifest["command"] = [f"rl-parity run --out {out} {' '.join(SMALL)} --steps 1 --save-every 1"]
     (out / "manifest.json").write_text(json.dumps(manifest))
+    make_older(out)
     assert cli.main(["report", str(out)]) == 0
     edited(out / "manifest.json", config__lr=0.1, config__batch=4)
     assert resume(out, "--steps", "2") == 2
@@ -462,8 +464,8 @@ def old_run(out, monkeypatch, *, records=True):
         assert start(out, "--steps", "2", "--save-every", "1") == 0
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest.pop("weight_digest") == "sha256"
-    del manifest["files_sha256"]
     (out / "manifest.json").write_text(json.dumps(manifest))
+    make_older(out)
     path = out / "strict" / "ledger.jsonl"
     if not records:
         lines = path.read_text().splitlines(keepends=True)

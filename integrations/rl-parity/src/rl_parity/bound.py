@@ -12,7 +12,7 @@ from typing import Any
 from rl_contract import ContractError, Profile
 from rl_parity import shapes
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
-from rl_parity.manifest import FILES
+from rl_parity.manifest import FILES, FORMAT
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, ends_run
 
 _OF_AN_ARM = ("steps.jsonl", "ledger.jsonl", "evidence.json", "sync.json")
@@ -39,6 +39,18 @@ def file_digests(run: RunDirectory) -> dict[str, str]:
     names = [SUMMARY, *(f"{arm}/{name}" for arm in run.arms() for name in _OF_AN_ARM)]
     paths = {name: run.root / name for name in names}
     return {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in paths.items() if p.is_file()}
+
+
+def check_format(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
+    """Raise ContractError where the summary, if there is one, names another ``FORMAT`` than the manifest."""
+    if not (run.root / SUMMARY).is_file():
+        return
+    held, told = manifest.get(FORMAT), run.summary().get(FORMAT)
+    # the summary of a sitting that has not ended names none yet
+    if told != held and not (told is None and manifest["status"] == "running"):
+        raise ContractError(
+            f"{run.root / MANIFEST} says format {held!r}, {run.root / SUMMARY} {told!r}: one was altered; {REPAIR}"
+        )
 
 
 def check_files(run: RunDirectory, manifest: Mapping[str, Any]) -> None:

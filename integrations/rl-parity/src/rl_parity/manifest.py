@@ -14,6 +14,8 @@ from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.jsonfile import REPAIR
 from vime_sync.digest import check_algorithm
 
+# what a run's files keep of each other, as a number: in its manifest and summary, not in those of older versions
+FORMAT, FORMATS = "format", (1,)
 DIGEST = "config_sha256"
 FILES = "files_sha256"
 WEIGHTS = "weight_digest"
@@ -46,7 +48,17 @@ def topology(config: RunConfig) -> dict[str, Any]:
 
 
 def check_sections(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise ContractError where a section is not there that every manifest with ``FILES`` has."""
+    """Raise ContractError where a section is not there that every manifest of a ``FORMAT``, or with ``FILES``, has."""
+    if FORMAT in manifest and (type(manifest[FORMAT]) is not int or manifest[FORMAT] not in FORMATS):
+        raise ContractError(
+            f"{path} says format {manifest[FORMAT]!r}, this version reads {', '.join(map(str, FORMATS))} and runs that "
+            f"name none; read it with the version that wrote it, or {REPAIR}"
+        )
+    if FORMAT in manifest and FILES not in manifest:
+        raise ContractError(
+            f"{path} lacks {FILES}, which every run of format {manifest[FORMAT]} has from its start: it was taken out; "
+            f"{REPAIR}"
+        )
     missing = [name for name in _SECTIONS if name not in manifest]
     if FILES in manifest and missing:
         raise ContractError(f"{path} lacks {', '.join(missing)}, which its version writes; {REPAIR}")

@@ -44,6 +44,7 @@ def config_of(directory: RunDirectory, given: Mapping[str, Any]) -> RunConfig:
     """
     manifest = directory.manifest()
     check_manifest(directory.root / MANIFEST, manifest)
+    bound.check_format(directory, manifest)
     own = RunConfig.from_dict({**manifest["config"], "out": str(directory.root)})
     problems = [f"its config: {problem}" for problem in preflight_options.options(own)]
     problems += [

@@ -26,7 +26,7 @@ from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, LimitReached, MismatchFound
-from rl_parity.manifest import DIGEST, FILES, WEIGHTS, config_digest, topology, weight_algorithm
+from rl_parity.manifest import DIGEST, FILES, FORMAT, FORMATS, WEIGHTS, config_digest, topology, weight_algorithm
 from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
@@ -109,8 +109,8 @@ def _run(
     if again:
         # weights keep the digest that they were first named by, and a run without digests of its files gets none:
         # what an earlier sitting left unsaid is not said for it
-        del manifest[WEIGHTS], manifest[FILES]
-    manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES) if key in earlier}
+        del manifest[WEIGHTS], manifest[FILES], manifest[FORMAT]
+    manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES, FORMAT) if key in earlier}
     algorithm = weight_algorithm(directory.root / MANIFEST, manifest)
     status, reason, code = "failed", "", FAILURE
     before = {name: _before(point, earlier.get("arms", {}).get(name)) for name, point in points.items()}
@@ -204,15 +204,16 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
         },
     }
     totals = directory.summary()["arms"] if (directory.root / SUMMARY).is_file() else {}
-    kept = {WEIGHTS: old[WEIGHTS]} if WEIGHTS in old else {}
+    kept = {key: old[key] for key in (WEIGHTS, FORMAT) if key in old}
     kept |= {FILES: {}} if FILES in old else {}
     return {"started": old.get("started"), "sittings": [*first, sitting], "arms": totals, **kept}
 
 
 def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reason: str) -> None:
     write_untold(directory)
-    write_json(directory.root / SUMMARY, {**summary, "status": status})
     manifest = directory.manifest()
+    named = {FORMAT: manifest[FORMAT]} if FORMAT in manifest else {}
+    write_json(directory.root / SUMMARY, {**summary, **named, "status": status})
     notes = [*manifest["notes"], *_native_notes(directory)]
     bound_files = {FILES: file_digests(directory)} if FILES in manifest else {}
     directory.write_manifest(
@@ -260,6 +261,7 @@ def _manifest(
         "command": list(command) or [shlex.join(sys.argv)],
         "config": config.to_dict(),
         DIGEST: config_digest(config.to_dict()),
+        FORMAT: FORMATS[-1],
         FILES: {},
         WEIGHTS: WEIGHT_DIGEST,
         "seeds": {"run": config.seed, "sampling": "sha256(run seed, step, prompt place, sample), first 31 bits"},

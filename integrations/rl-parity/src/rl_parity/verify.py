@@ -48,6 +48,7 @@ def whole(run: RunDirectory, *, model: bool = True) -> None:
                 built_in_model(run, manifest, records[0].get("weight_digest"))
     if manifest["status"] == "finished":
         run.summary()
+    bound.check_format(run, manifest)
     bound.check_status(run, manifest, every)
     bound.check_files(run, manifest)
 
