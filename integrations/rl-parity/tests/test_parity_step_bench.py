@@ -59,6 +59,21 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         step_bench.from_runs([run.root, run.root], "")
     with pytest.raises(ContractError, match=r"differ in seed: \[0, 1\]"):
         step_bench.from_runs([run.root, write_run(tmp_path / "other", seed=1).root], "")
-    change(run, "native", lambda record: record.update(tokens=record["tokens"] - (record["step"] == 2)))
-    with pytest.raises(ContractError, match=r"1 of 3 steps sampled other numbers of tokens \(first: \[2\]\)"):
+    change(run, "native", lambda record: record.update(tokens=record["tokens"] - (record["step"] >= 2)))
+    with pytest.raises(ContractError, match=r"2 of 3 steps sampled other numbers of tokens \(first: \[2\]\)"):
         step_bench.from_runs([run.root], "")
+
+
+def test_steps_of_other_numbers_of_tokens_are_left_out_and_counted(tmp_path):
+    run = write_run(tmp_path / "both", steps=6)
+
+    def edit(record):
+        if record["step"] == 2:
+            record["tokens"] -= 1
+            record["seconds"] = {"train": 1000.0}
+
+    change(run, "native", edit)
+    meta, rows, summary = step_bench.from_runs([run.root], "")
+    assert summary["steps compared"] == 4
+    assert "4 steps at equal tokens, 1 of other numbers" in meta["notes"][0]
+    assert max(row["peer_us"] for row in rows) < 1e9
