@@ -1,0 +1,157 @@
+"""Triton launches without Triton's look at every argument, for a caller that knows an equal launch came before.
+
+``kernel[grid](...)`` finds out at every call for which types, alignments and integers the kernel is compiled, which
+takes longer than the launch. An operator that keeps what it decided by shapes, strides, types and device has found
+that out already: it keeps a ``Prepared`` beside its decisions.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_MOST = 4096
+_ALIGNMENT = 16
+# the launcher of a compiled kernel is called as in these; elsewhere the kernel itself is, as Triton documents
+_KNOWN_LAUNCHER = ("3.6.", "3.7.", "3.8.", "3.9.")
+_Value = TypeVar("_Value")
+_missing = object()
+
+
+@cache
+def _knobs() -> tuple[Any, Any]:
+    from triton import knobs
+
+    return knobs.runtime, knobs.compilation
+
+
+@cache
+def _driver() -> Any:
+    from triton.runtime import driver
+
+    return driver
+
+
+@cache
+def _launcher_known() -> bool:
+    import triton
+
+    return triton.__version__.startswith(_KNOWN_LAUNCHER)
+
+
+def _watched() -> bool:
+    """Whether someone watches launches or compiles for debugging: Triton's own path then does what he asks for."""
+    runtime, compilation = _knobs()
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        # a chain of hooks, empty as a rule; one function or None before Triton 3.5
+        if getattr(hook, "calls", hook):
+            return True
+    return bool(runtime.debug or compilation.instrumentation_mode)
+
+
+class Prepared:
+    """``kernel[grid](*moving, **fixed, **options)``, where only the places of tensors in memory may move.
+
+    A caller keeps one per combination of everything that a compilation depends on: which of the moving arguments are
+    None, types, the device of all tensors, blocks of descriptors, every entry of ``fixed`` and of ``options``. A launch
+    goes to the current stream of the current device. It is Triton's own under the interpreter, on AMD, with a pointer
+    that is no multiple of 16 bytes, with hooks around launches, and where another device is current than at first.
+
+    Args:
+        kernel: a function under ``triton.jit`` or ``gluon.jit``.
+        grid: one to three numbers of programs, none of them 0.
+        fixed: by name, the parameters that are the same in every call: integers, floats, constexprs. Those left out
+            move, also where they have a default.
+        options: of the compiler, as ``num_warps``.
+    """
+
+    __slots__ = ("_compiled", "_device", "_direct", "_fixed", "_grid", "_head", "_options", "_order", "_tail", "kernel")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], fixed: Mapping[str, Any], **options: Any) -> None:
+        self.kernel, self._fixed, self._options = kernel, dict(fixed), options
+        self._grid = (*grid, 1, 1)[:3]
+        names = list(kernel.arg_names)
+        unknown = [name for name in fixed if name not in names]
+        if unknown:
+            raise TypeError(f"{kernel.__name__} has no parameters {unknown}; it takes {names}")
+        moving = [name for name in names if name not in fixed]
+        # most kernels take what moves first, and need no sorting at a call
+        leads = names[: len(moving)] == moving
+        self._tail = tuple(fixed[name] for name in names[len(moving) :]) if leads else ()
+        self._order = None if leads else [moving.index(name) if name in moving else _missing for name in names]
+        self._compiled: Any = None
+        self._direct: Any = None
+        self._head: tuple[Any, ...] = ()
+        self._device = -1
+
+    def __call__(self, *moving: Any) -> None:
+        """``moving``: a tensor, a descriptor (``at``) or None for each parameter that is not fixed, in their order."""
+        if self._compiled is None or self.kernel.pre_run_hooks or _watched():
+            return self._by_triton(moving)
+        active = _driver().active
+        device = active.get_current_device()
+        addresses, given = 0, []
+        for value in moving:
+            if isinstance(value, Tensor):
+                value = value.data_ptr()
+                addresses |= value
+            given.append(value)
+        if addresses % _ALIGNMENT or device != self._device:
+            return self._by_triton(moving)
+        arguments = (*given, *self._tail) if self._order is None else self._sorted(given)
+        if self._direct is None:
+            self._compiled[self._grid](*arguments)
+        else:
+            self._direct(*self._grid, active.get_current_stream(device), *self._head, *arguments)
+
+    def _sorted(self, given: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
+        assert self._order is not None
+        return tuple(
+            self._fixed[name] if place is _missing else given[place]  # type: ignore[call-overload]
+            for name, place in zip(self.kernel.arg_names, self._order)
+        )
+
+    def _by_triton(self, moving: tuple[Any, ...]) -> None:
+        arguments = (*moving, *self._tail) if self._order is None else self._sorted(moving)
+        compiled = self.kernel[self._grid](*arguments, **self._options)
+        aligned = all(value.data_ptr() % _ALIGNMENT == 0 for value in moving if isinstance(value, Tensor))
+        # AMD's compiler also asks how large a tensor is
+        if self._compiled is None and compiled is not None and aligned and torch.version.hip is None:
+            self._keep(compiled)
+
+    def _keep(self, compiled: Any) -> None:
+        if _watched():
+            return
+        self._device = _driver().active.get_current_device()
+        run, function = getattr(compiled, "run", None), getattr(compiled, "function", None)
+        metadata = getattr(compiled, "packed_metadata", None)
+        if _launcher_known() and run is not None and function is not None and metadata is not None:
+            # no metadata and no hooks of this launch
+            self._head, self._direct = (function, metadata, None, None, None), run
+        self._compiled = compiled
+
+
+def at(descriptor: Any, base: Tensor) -> Any:
+    """``descriptor`` of another tensor, of the type, shape and strides that it was made for, 16 bytes aligned.
+
+    Making one looks at all of them again. ``descriptor`` may have lost its own tensor (``without_base``).
+    """
+    moved = object.__new__(type(descriptor))
+    moved.__dict__.update(descriptor.__dict__)
+    moved.base = base
+    return moved
+
+
+def without_base(descriptor: Any) -> Any:
+    """``descriptor`` for ``at``, which keeps no tensor alive."""
+    return at(descriptor, None)  # type: ignore[arg-type]
+
+
+def keep(kept: dict[Any, _Value], key: Any, value: _Value) -> _Value:
+    """Put ``value`` into a cache of decisions, which starts anew when it is full, and return it."""
+    if len(kept) >= _MOST:
+        kept.clear()
+    kept[key] = value
+    return value

@@ -1,0 +1,226 @@
+"""Prepared launches run what Triton itself would run; a driver that only notes launches stands in for the GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def body_same_launches():
+    import torch
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from rl_contract import triton_launch
+    from rl_contract.triton_launch import Prepared, at, without_base
+
+    ran = []
+
+    class Utils:
+        loaded = 0
+
+        def load_binary(self, *_):
+            self.loaded += 1
+            return 0, self.loaded, 32, 0, 1024
+
+        def unload_module(self, _):
+            pass
+
+        def get_device_properties(self, _):
+            return {"max_shared_mem": 232448}
+
+    def place(value):
+        return value.data_ptr() if hasattr(value, "data_ptr") else getattr(value, "base", value)
+
+    def launcher(_source, _metadata):
+        return lambda x, y, z, stream, function, *rest: ran.append(
+            (function, x, y, z, stream, tuple(place(value) for value in rest[4:]))
+        )
+
+    class Driver:
+        utils, device, stream, launcher_cls = Utils(), 0, 7, staticmethod(launcher)
+
+        def get_current_device(self):
+            return self.device
+
+        def get_current_stream(self, device):
+            return self.stream + device
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    active = Driver()
+    driver.set_active(active)
+
+    @triton.jit(do_not_specialize=["T"])
+    def leading(a, b, c, T, stride, eps, A: triton.language.constexpr, HAS: triton.language.constexpr):
+        value = triton.language.load(a + stride) + A + eps
+        if HAS:
+            value += triton.language.load(c)
+        triton.language.store(b + T, value)
+
+    @triton.jit
+    def mixed(a, size, b, A: triton.language.constexpr, extra=None):
+        triton.language.store(b, triton.language.load(a + size) + A)
+
+    @triton.jit
+    def described(desc, b, A: triton.language.constexpr):
+        tile = desc.load([0, 0])
+        triton.language.store(b + triton.language.arange(0, A), triton.language.sum(tile, 0))
+
+    def moving(kind):
+        room = torch.empty(64, dtype=kind)
+        assert room.data_ptr() % 16 == 0
+        return room
+
+    floats, others, ints = moving(torch.float32), moving(torch.float32), moving(torch.int64)
+    shifted = floats[1:]
+    cases = []
+    for a, b in ((floats, floats), (ints, floats)):
+        for c in (None, floats):
+            for fixed in (
+                {"T": 3, "stride": 16, "eps": 0.5},
+                {"T": 3, "stride": 1, "eps": 0.5},
+                {"T": 3, "stride": 1, "eps": 0.25},
+                {"T": 3, "stride": 2**40, "eps": 1e-6},
+                {"T": -3, "stride": 7, "eps": 1e-6},
+            ):
+                cases.append((leading, (a, b, c), {**fixed, "A": 1, "HAS": c is not None}))
+    cases += [(mixed, (ints, floats), {"size": s, "A": 2, "extra": None}) for s in (1, 3, 32)]
+    cases += [(mixed, (ints, floats, floats), {"size": 3, "A": 2})]
+    desc = TensorDescriptor.from_tensor(torch.empty(16, 16), [16, 16])
+    template = without_base(desc)
+    assert template.base is None
+    assert desc.base is not None
+    cases += [(described, (at(template, desc.base), floats), {"A": 16})]
+    options = [{"num_warps": 4}, {"num_warps": 2, "enable_fp_fusion": False}]
+    checked = 0
+    for kernel, given, fixed in cases:
+        chosen = options[checked % 2]
+        prepared = Prepared(kernel, (2, 5), fixed, **chosen)
+        names = [name for name in kernel.arg_names if name not in fixed]
+
+        def check(*values, prepared=prepared, kernel=kernel, fixed=fixed, chosen=chosen, names=names):
+            ran.clear()
+            prepared(*values)
+            kernel[(2, 5)](**dict(zip(names, values)), **fixed, **chosen)
+            assert [ran[0]] == ran[1:], ran
+
+        check(*given)
+        known = prepared._compiled
+        assert known is not None
+        assert prepared._direct is not None
+        real = Prepared._by_triton
+        Prepared._by_triton = lambda *_: pytest.fail("Triton was asked again")
+        ran.clear()
+        prepared(*given)
+        assert len(ran) == 1
+        Prepared._by_triton = real
+        check(*given)
+        # another place
+        check(*[others if value is floats else value for value in given])
+        # a pointer that Triton compiles another kernel for
+        if kernel is not described:
+            check(*[shifted if value is floats else value for value in given])
+            assert ran[0][0] != known.function
+        # streams and devices are those of the moment
+        active.stream = 100
+        check(*given)
+        assert ran[0][4] == 100
+        active.device = 1
+        check(*given)
+        assert ran[0][4] == 101
+        active.device, active.stream = 0, 7
+        assert prepared._compiled is known
+        checked += 1
+    assert checked == 25, checked
+
+    # whoever watches sees every launch
+    prepared, seen = Prepared(leading, (1,), {"T": 3, "stride": 16, "eps": 0.5, "A": 1, "HAS": False}), []
+    prepared(floats, floats, None)
+    assert prepared._direct is not None
+    asked, real = [], Prepared._by_triton
+    Prepared._by_triton = lambda self, given: (asked.append(1), real(self, given))[1]
+    prepared(floats, floats, None)
+    assert not asked
+    leading.add_pre_run_hook(lambda *_, **__: seen.append(1))
+    prepared(floats, floats, None)
+    assert asked == seen == [1]
+    leading.pre_run_hooks.clear()
+    hook = lambda _: None  # noqa: E731
+    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        chain.add(hook)
+        prepared(floats, floats, None)
+        chain.remove(hook)
+    assert len(asked) == 3
+    # nothing is kept of a launch under watch
+    knobs.runtime.debug = True
+    late = Prepared(leading, (1,), {"T": 3, "stride": 16, "eps": 0.5, "A": 1, "HAS": False})
+    late(floats, floats, None)
+    assert late._compiled is None
+    knobs.runtime.debug = False
+    late(floats, floats, None)
+    assert late._direct is not None
+    Prepared._by_triton = real
+
+    # a launcher that nobody has tried is called as Triton documents
+    triton_launch._launcher_known = lambda: False
+    other = Prepared(leading, (3,), {"T": 3, "stride": 16, "eps": 0.5, "A": 1, "HAS": False})
+    other(floats, floats, None)
+    assert other._compiled is not None
+    assert other._direct is None
+    ran.clear()
+    other(others, floats, None)
+    prepared(others, floats, None)
+    assert ran[0][0] == ran[1][0]
+    assert ran[0][5] == ran[1][5]
+    assert ran[0][1:4] == (3, 1, 1)
+
+    with pytest.raises(TypeError, match=r"no parameters \['B'\]"):
+        Prepared(leading, (1,), {"B": 3})
+
+
+def body_interpreter():
+    import torch
+    import triton
+    import triton.language as tl
+
+    from rl_contract.triton_launch import Prepared
+
+    @triton.jit
+    def double(a, b, size, B: tl.constexpr):
+        at = tl.arange(0, B)
+        tl.store(b + at, tl.load(a + at, mask=at < size) * 2, mask=at < size)
+
+    prepared = Prepared(double, (1,), {"size": 13, "B": 16}, num_warps=1)
+    for _ in range(3):
+        a, b = torch.randn(13), torch.empty(13)
+        prepared(a, b)
+        assert torch.equal(b, 2 * a)
+    assert prepared._compiled is None
+
+
+@pytest.mark.parametrize("name", ["same_launches", "interpreter"])
+def test_prepared_launch(name):
+    env = os.environ | {
+        "TRITON_INTERPRET": "1" if name == "interpreter" else "0",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
+    command = f"import test_prepared_launch as t; t.body_{name}()"
+    subprocess.run([sys.executable, "-c", command], env=env, check=True, timeout=300)
+
+
+def test_a_cache_of_decisions_is_bounded():
+    from rl_contract.triton_launch import _MOST, keep
+
+    kept = {}
+    for i in range(_MOST + 3):
+        assert keep(kept, i, -i) == -i
+    assert len(kept) == 3
+    assert kept[_MOST + 2] == -_MOST - 2
