@@ -99,6 +99,20 @@ def tiny_profile(config: dict[str, Any], **overrides: Any) -> Profile:
     return build_profile("test", Settings(**(settings | overrides)))
 
 
+def tiny_model(
+    arch: str, tied: bool, dtype: str = "bfloat16", mode: Any = "strict", **overrides: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
+    """(config, tensors, the model of one rank that holds them)."""
+    from rl_megatron import ParallelConfig, build_model
+    from rl_megatron.checkpoint import load_tensors
+
+    config = tiny_config(arch, tie_word_embeddings=tied, **overrides)
+    tensors = tiny_tensors(config, dtype=getattr(torch, dtype))
+    model = build_model(config, tiny_profile(config, dtype=dtype), ParallelConfig(), mode=mode)
+    load_tensors(model, tensors)
+    return config, tensors, model
+
+
 def tiny_samples(vocab: int, lengths: tuple[tuple[int, int], ...], seed: int = 1) -> list[tuple[list[int], list[int]]]:
     generator = torch.Generator().manual_seed(seed)
     return [tuple(torch.randint(0, vocab, (n,), generator=generator).tolist() for n in pair) for pair in lengths]

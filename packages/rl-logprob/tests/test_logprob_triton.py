@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their arithmetic in Triton's interpreter, and launches that are looked up.
+"""The Triton kernels without a GPU: their arithmetic in Triton's interpreter.
 
 The interpreter reads its switch when kernels are defined, so its checks run in a process of their own. Data are small
 integers there, whose products are exact in any order: what is compared is what follows the product.
@@ -382,87 +382,9 @@ def body_draw():
         assert int(draw.unpack(out, 1).ids[0]) == int((warm[0] / 3.0).argmax())
 
 
-def body_launch():
-    """A launch that is looked up runs what Triton itself would run; the driver here only notes what that is."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    from rl_logprob.triton_launch import _compiled, launch
-
-    ran = []
-
-    class Utils:
-        loaded = 0
-
-        def load_binary(self, *_):
-            self.loaded += 1
-            return 0, self.loaded, 32, 0, 1024
-
-        def get_device_properties(self, _):
-            return {"max_shared_mem": 232448}
-
-    class Driver:
-        utils = Utils()
-        device = 0
-
-        def launcher_cls(self, _source, _metadata):
-            return lambda x, y, z, stream, function, *rest: ran.append((function, x, y, z, rest[4:]))
-
-        def get_current_device(self):
-            return self.device
-
-        def get_current_stream(self, _):
-            return 7
-
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-    driver.set_active(Driver())
-
-    @triton.jit(do_not_specialize=["T"])
-    def kernel(a, b, T, stride, size, A: triton.language.constexpr, B: triton.language.constexpr):
-        triton.language.store(b + stride * T, triton.language.load(a + size) + A)
-
-    floats, ints = torch.empty(64), torch.empty(64, dtype=torch.int64)
-    shifted = floats[1:]
-    assert floats.data_ptr() % 16 == 0
-    cases = [
-        ((a, b, tokens, stride, size), constants, warps)
-        for a, b in ((floats, floats), (shifted, floats), (floats, shifted), (floats, ints))
-        for tokens, stride, size in (
-            (5, 1, 7), (5, 16, 7), (1, 17, 1), (16, 48, 1), (5, 0, 7), (5, 1, 16), (5, 2**31 + 1, 16), (5, -16, 16),
-            (5, 2**40, 1),
-        )
-        for constants, warps in (({"A": 1, "B": 2}, 4), ({"A": 2, "B": 2}, 4), ({"A": 1, "B": 2}, 8))
-    ]  # fmt: skip
-    for device in (0, 1):
-        Driver.device = device
-        for _ in range(2):
-            for args, constants, warps in cases:
-                ran.clear()
-                kernel[(3, 2, 1)](*args, **constants, num_warps=warps)
-                launch(kernel, (3, 2, 1), args, constants, num_warps=warps)
-                want, got = ran
-                assert want[:4] == got[:4], (args, constants)
-                assert all(x is y or x == y for x, y in zip(want[4], got[4], strict=True))
-    assert 0 < len(_compiled) < 2 * len(cases)
-    # what may be taken for another is a launch with other constants in another order
-    with pytest.raises(TypeError, match="takes"):
-        launch(kernel, (1, 1, 1), cases[0][0], {"B": 3, "A": 9}, num_warps=4)
-
-
 @pytest.mark.parametrize("name", ["statistics", "kept", "few", "head", "nonfinite", "sampler", "draw"])
 def test_interpreter(name):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    in_a_process(name, environment)
-
-
-def test_a_launch_that_is_looked_up_runs_what_triton_would_run():
-    in_a_process("launch", {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
-
-
-def in_a_process(name, environment):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, name], env=environment, capture_output=True, text=True, check=False
     )

@@ -17,6 +17,7 @@ from rl_parity.config import RunConfig
 from rl_parity.data import Prompt
 from rl_parity.evidence import write_evidence, write_sync
 from rl_parity.fleet import Fleet
+from rl_parity.outputs import enter, rewards_of, samples_of
 from rl_parity.placement import Placement
 from rl_parity.progress import Progress
 from rl_parity.pushes import Pushes, weights_folder
@@ -167,8 +168,8 @@ class Arm:
         progress.phase("score")
         sequences = [(out["prompt"], out["tokens"]) for out in outputs]
         scored = fleet.all(fleet.trainers, "score", sequences, c.temperature)[0]
-        rewards = self._rewards(prompts, outputs)
-        samples = self._samples(prompts, outputs, scored["logprobs"], rewards)
+        rewards = rewards_of(c, self.tokenizer, prompts, outputs)
+        samples = samples_of(prompts, c.group, outputs, scored["logprobs"], rewards)
         verdict = self._judge(step, samples, scored["tokens"], outputs, pushed["version"], fleet, reports)
         clock.lap("score")
 
@@ -177,7 +178,7 @@ class Arm:
         equal = verdict.not_compared is None and (self.name == "native" or not _wrong(verdict))
         if equal:
             with ledger.batch():
-                self._enter(ledger, step, pushed["digest"], outputs, scored["tokens"])
+                enter(ledger, PolicyVersion(self.run_id, step, pushed["digest"]), outputs, scored["tokens"])
             clock.lap("other")
             progress.phase("train")
             trained = fleet.all(
@@ -299,37 +300,6 @@ class Arm:
             eos=eos if isinstance(eos, list) or eos is None else [eos],
         )
 
-    def _rewards(self, prompts: Sequence[Prompt], outputs: Sequence[dict[str, Any]]) -> list[float]:
-        if self.config.reward in data.TOKEN_REWARDS:
-            return [data.TOKEN_REWARDS[self.config.reward](out["tokens"]) for out in outputs]
-        score = data.REWARDS[self.config.reward]
-        answers = [prompt.answer for prompt in prompts for _ in range(self.config.group)]
-        return [score(self.tokenizer.decode(out["tokens"]), answer) for out, answer in zip(outputs, answers)]
-
-    def _samples(
-        self,
-        prompts: Sequence[Prompt],
-        outputs: Sequence[dict[str, Any]],
-        scored: Sequence[np.ndarray],
-        rewards: Sequence[float],
-    ) -> StepSamples:
-        flat = [value for out in outputs for value in out["logprobs"]]
-        absent = np.array([value is None for value in flat], dtype=bool)
-        rollout = np.array([np.nan if value is None else value for value in flat], dtype=np.float32)
-        return StepSamples(
-            prompt_index=np.repeat(np.array([p.index for p in prompts], dtype=np.int32), self.config.group),
-            sample_index=np.tile(np.arange(self.config.group, dtype=np.int32), len(prompts)),
-            prompt_length=np.array([len(out["prompt"]) for out in outputs], dtype=np.int32),
-            length=np.array([len(out["tokens"]) for out in outputs], dtype=np.int32),
-            prompt_tokens=np.array([t for out in outputs for t in out["prompt"]], dtype=np.int32),
-            tokens=np.array([t for out in outputs for t in out["tokens"]], dtype=np.int32),
-            rollout=rollout,
-            train=np.concatenate([np.asarray(v, dtype=np.float32) for v in scored]),
-            forward=np.full(len(flat), np.nan, dtype=np.float32),
-            absent=absent,
-            reward=np.array(rewards, dtype=np.float32),
-        )
-
     def _judge(
         self,
         step: int,
@@ -362,24 +332,6 @@ class Arm:
             ),
             Identity(semantics=metrics.semantics(self.config), profiles=[str(r["fingerprint"]) for r in trainers]),
         )
-
-    def _enter(
-        self, ledger: StepLedger, step: int, digest: str, outputs: Sequence[dict[str, Any]], scored: np.ndarray
-    ) -> None:
-        ledger.add_version(PolicyVersion(self.run_id, step, digest))
-        consumed: dict[str, list[int]] = {}
-        start = 0
-        for i, out in enumerate(outputs):
-            end = start + len(out["tokens"])
-            ledger.add_sample(
-                f"{step}-{i}",
-                generated=len(out["tokens"]),
-                spans=out["versions"],
-                token_ids=out["prompt"] + out["tokens"],
-            )
-            consumed[f"{step}-{i}"] = out["prompt"] + scored[start:end].tolist()
-            start = end
-        ledger.consume(step, consumed, token_ids=consumed)
 
     def _so_far(self, done: int) -> str:
         how = f"go on with --resume {self.directory.root} --steps {self.config.steps}"
