@@ -1,5 +1,6 @@
 """The forms of a GPU's reductions among simulated ranks of one device: neither size nor form shows in the bits."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,9 @@ class ThreadMover:
 
     def gather(self, call, payload):
         return torch.stack(self._rank.everyone(payload))
+
+    def gather_each(self, call, payloads):
+        return [self.gather(call, payload) for payload in payloads]
 
     def scatter(self, call, payload):
         return torch.stack([rows[self._rank.rank] for rows in self._rank.everyone(payload)])
@@ -111,6 +115,34 @@ def test_a_call_is_agreed_on_once_in_either_form(monkeypatch):
 
     for limit in (0, 1 << 40):
         assert on_ranks(2, lambda r, limit=limit: said(r, limit)) == [["all_reduce"]] * 2
+
+
+def test_several_tensors_are_agreed_on_and_launched_once(monkeypatch):
+    launched = []
+
+    @contextmanager
+    def grouped(group):
+        launched.append("group")
+        yield
+
+    def gathered(out, payload, group):
+        out.copy_(ThreadMover(group).gather(None, payload).view_as(out))
+
+    monkeypatch.setattr(device.dist, "all_gather_into_tensor", gathered)
+    monkeypatch.setattr(device.dist, "_coalescing_manager", grouped)
+
+    def said(rank):
+        calls = []
+        mover = device.NcclMover(rank, rank.rank, 2, SimpleNamespace(agree=calls.append))
+        comm = TreeCommunicator.over({"cpu": mover}, rank.rank, 2, 0)
+        x, y = torch.full((3,), rank.rank), torch.full((2, 5), 0.5 + rank.rank).bfloat16()
+        a, b = comm.all_gather_each([x, y])
+        assert a.tolist() == [0, 0, 0, 1, 1, 1]
+        assert same_bits(b, torch.tensor([0.5, 0.5, 1.5, 1.5]).bfloat16()[:, None].repeat(1, 5))
+        return [(call.op, len(call.beside)) for call in calls]
+
+    assert on_ranks(2, said) == [[("all_gather", 1)]] * 2
+    assert launched == ["group"] * 2
 
 
 def test_a_rank_waits_awake_for_a_peer_that_is_busy_and_asleep_for_one_that_is_away(monkeypatch):

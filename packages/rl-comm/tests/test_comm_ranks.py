@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from rl_comm import (
     shared_memory,
     tree_sum,
 )
+from rl_comm.device import NcclMover
 from rl_comm.mover import Call, GlooMover
 from rl_contract import Communicator, ContractError, MissingSupport, launches, reset_launches
 
@@ -105,6 +107,45 @@ def check_movement(rank, world):
     assert column.stride() != (1,)
     assert same_bits(comm.all_gather(column), torch.arange(float(world)))
     comm.barrier()
+
+
+def check_several_at_once(rank, world):
+    """Each as by a gather of its own, over every mover; a payload may be longer than a slot, or nothing."""
+
+    def rows(r):
+        g = torch.Generator().manual_seed(r)
+        return [
+            torch.randn(3, 40_000, generator=g),
+            torch.randn(2, 5, generator=g).bfloat16().t(),
+            torch.arange(7) + r,
+            torch.empty(0, 3),
+            torch.tensor([r % 2 == 0]),
+        ]
+
+    want = [torch.cat(parts) for parts in zip(*(rows(r) for r in range(world)))]
+    grouped = NcclMover(dist.group.WORLD, rank, world, SimpleNamespace(agree=lambda call: None))
+    for comm in (make(), TreeCommunicator.over({"cpu": grouped}, rank, world)):
+        got = comm.all_gather_each(rows(rank))
+        assert len(got) == len(want)
+        assert all(same_bits(a, b) for a, b in zip(got, want)), comm.transport
+        assert same_bits(comm.all_gather_each(rows(rank)[2:3])[0], want[2])
+    comm = make()
+    first = torch.ones(2, 3)
+    if world > 1:
+        odd = torch.ones(4 + (rank == 1))
+        with pytest.raises(ContractError, match=r"rank 1 has all_gather\(shape \(2, 3\).*and 2 tensors beside it"):
+            comm.all_gather_each([first, odd, first])
+        with pytest.raises(ContractError, match=r"rank 1 has .*and 2 tensors beside it"):
+            comm.all_gather_each([first] * (2 + (rank == 1)))
+        with pytest.raises(ContractError, match="rank 1 has"):
+            comm.all_gather_each([first, first.half() if rank == 1 else first])
+        with pytest.raises(ContractError, match="supported: a dense" if rank == 1 else "refused on rank 1"):
+            comm.all_gather_each([first, "x" if rank == 1 else first])
+    for wrong, words in (([], "at least one"), ([torch.ones(2), torch.tensor(1.0)], "dim=0")):
+        with pytest.raises(ContractError, match=words):
+            comm.all_gather_each(wrong)
+    # the group stays usable
+    assert same_bits(comm.all_gather_each([torch.ones(2), torch.zeros(1)])[1], torch.zeros(world))
 
 
 def check_backward(rank, world):
@@ -361,6 +402,7 @@ CHECKS = [
     check_fp16_results,
     check_r38_size_never_decides,
     check_movement,
+    check_several_at_once,
     check_refusals,
     check_one_rank_refuses,
     check_many_small_calls,

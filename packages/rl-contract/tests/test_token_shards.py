@@ -76,3 +76,27 @@ def test_another_number_of_rows_is_refused():
 
     with pytest.raises(ContractError, match="got 2 rows on rank 1, which holds 1"):
         on_ranks(2, rank)
+
+
+def test_several_tensors_come_by_one_call_where_the_communicator_has_one():
+    places = [torch.tensor([0, 3]), torch.tensor([-1, 2, 1])]
+    x, ids = torch.arange(8.0).view(4, 2), torch.arange(4)
+
+    class Each:
+        def __init__(self, comm):
+            self.rank, self.world_size, self.all_gather, self.calls = comm.rank, comm.world_size, comm.all_gather, []
+
+        def all_gather_each(self, tensors):
+            self.calls.append(len(tensors))
+            return [self.all_gather(t, dim=0) for t in tensors]
+
+    def rank(comm):
+        each, found = Each(comm), []
+        for peers in (comm, each):
+            shards, mine = TokenShards(peers, places), places[comm.rank]
+            found.append(shards.gather_each(x[mine], ids[mine].bfloat16()))
+        return found, each.calls
+
+    for found, calls in on_ranks(2, rank):
+        assert all(torch.equal(a, x) and torch.equal(b, ids.bfloat16()) for a, b in found)
+        assert calls == [2]

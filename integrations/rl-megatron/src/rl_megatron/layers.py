@@ -223,7 +223,7 @@ class _VocabRows(torch.autograd.Function):
         local, mine = ctx.saved_tensors
         weight, grad = ctx.weight, grads[0]
         if ctx.shards is not None:
-            local, mine, grad = (ctx.shards.gather(t) for t in (local, mine, grad))
+            local, mine, grad = ctx.shards.gather_each(local, mine, grad)
         main_grad = main_grad_of(weight)
         total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if main_grad is None else main_grad
         if weight.is_cuda:

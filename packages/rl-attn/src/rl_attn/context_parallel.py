@@ -18,6 +18,7 @@ from rl_attn.ops import packed
 from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
 from rl_contract import Communicator, ContractError
 from rl_contract.checks import require_tensor, whole_number
+from rl_contract.communicator import gather_each
 from rl_contract.devices import to_device
 from rl_contract.profile import KEY_TILE, SEGMENT
 from rl_contract.tokens import check_peers
@@ -116,12 +117,13 @@ class _Cut:
 
     Attributes:
         cu, cu_local: int64 [sequences + 1], starts in the whole batch and in a rank's rows.
-        positions: int64 [T / world], of this rank's rows. order: int64 [T], see ``_merge_order``.
+        positions: int64 [T / world], of this rank's rows; every_position: [T], of all. order: see ``_merge_order``.
     """
 
     cu: torch.Tensor
     cu_local: torch.Tensor
     positions: torch.Tensor
+    every_position: torch.Tensor
     order: torch.Tensor
 
 
@@ -137,7 +139,9 @@ def _cut(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str, device: t
         cut: _Cut = known[1]
         return cut
     held = cu_seqlens.cpu().long()
-    values = (held, held // world, cp_positions(held, rank, world, layout), _merge_order(held, world, layout))
+    rows = [cp_rows(held, r, world, layout) for r in range(world)]
+    every = positions_of_all_keys(held, int(held[-1]))
+    values = (held, held // world, every[rows[rank]], every, torch.cat(rows).argsort())
     cut = _Cut(*(to_device(x, device) for x in values))
     _seen[cu_seqlens] = (key, cut)
     return cut
@@ -146,38 +150,40 @@ def _cut(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str, device: t
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, cu: Any, cu_local: Any, positions: Any, order: Any, comm: Any, scale: Any,
-        key_tile: Any, segment: Any,
+        ctx: Any, q: Any, k: Any, v: Any, cut: Any, comm: Any, scale: Any, key_tile: Any, segment: Any
     ) -> Any:  # fmt: skip
-        every_k, every_v = _gather(comm, order, k, v)
-        out, lse = packed(q, every_k, every_v, cu_local, cu, positions, scale, key_tile, segment)
+        every_k, every_v = _gather(comm, cut.order, k, v)
+        out, lse = packed(q, every_k, every_v, cut.cu_local, cut.cu, cut.positions, scale, key_tile, segment)
         # the gathered keys are not kept: only this rank's share stays until the backward
-        ctx.save_for_backward(q, k, v, out, lse, cu, cu_local, positions, order)
-        ctx.comm, ctx.scale = comm, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.cut, ctx.comm, ctx.scale = cut, comm, scale
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out, lse, cu, cu_local, positions, order = ctx.saved_tensors
-        comm, scale = ctx.comm, ctx.scale
+        q, k, v, out, lse = ctx.saved_tensors
+        cut, comm, scale = ctx.cut, ctx.comm, ctx.scale
         grad_out = grads[0]
         delta = row_delta(grad_out, out)
         # every rank takes part in every gather, whatever its own inputs need
-        every_k, every_v = _gather(comm, order, k, v)
-        dq = grad_queries(grad_out, q, every_k, every_v, lse, delta, cu_local, cu, positions, scale)
-        del every_k, every_v
-        every_grad, every_q, every_lse, every_delta = _gather(comm, order, grad_out, q, lse, delta)
-        every_position = positions_of_all_keys(cu, order.numel())
-        dk, dv = grad_keys(
-            every_grad, every_q, k, v, every_lse, every_delta, cu, cu_local, every_position, positions, scale
+        every_k, every_v, every_grad, every_q, every_lse, every_delta = _gather(
+            comm, cut.order, k, v, grad_out, q, lse, delta
         )
-        return dq, dk, dv, *([None] * 8)
+        dq = grad_queries(
+            grad_out, q, every_k, every_v, lse, delta, cut.cu_local, cut.cu, cut.positions, scale
+        )  # fmt: skip
+        del every_k, every_v
+        dk, dv = grad_keys(
+            every_grad, every_q, k, v, every_lse, every_delta, cut.cu, cut.cu_local, cut.every_position, cut.positions,
+            scale,
+        )  # fmt: skip
+        return dq, dk, dv, *([None] * 5)
 
 
 def _gather(comm: Communicator, order: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Every rank's rows of each tensor, in absolute order."""
-    return [comm.all_gather(x.contiguous(), dim=0)[order] for x in tensors]
+    return [every[order] for every in gather_each(comm, [x.contiguous() for x in tensors])]
 
 
 def context_parallel_attention(
@@ -231,7 +237,5 @@ def context_parallel_attention(
             "sequence as queries, which a rank's rows are not; use 'segments', or one rank"
         )
     check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
-    out, lse = _ContextParallel.apply(
-        q, k, v, cut.cu, cut.cu_local, cut.positions, cut.order, comm, float(scale), key_tile, segment
-    )  # fmt: skip
+    out, lse = _ContextParallel.apply(q, k, v, cut, comm, float(scale), key_tile, segment)
     return (out, lse) if return_lse else out

@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +12,15 @@ import torch.distributed as dist
 from rl_comm import board
 from rl_comm.agreement import check_alike
 from rl_comm.device import NcclMover, StagedMover
-from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call, GlooMover, Mover
+from rl_comm.mover import Call, GlooMover, Mover
+from rl_comm.refusals import each_problem, fits_op, no_group, unmovable, unusable
 from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
-from rl_contract.checks import whole_number
-from rl_contract.communicator import dim_problem, sum_problem, tensor_problem
+from rl_contract.communicator import dim_problem, sum_problem
 from rl_contract.devices import row_major_bytes
 from rl_contract.opaque import opaque_op
 
-TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
 # size of the fp32 partial from which on two steps are taken, by device
 TWO_SHOT_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 
@@ -87,7 +87,7 @@ class TreeCommunicator:
         host = group
         if "gloo" not in backends:
             # without it there is nothing to tell the other ranks by
-            if (problem := _no_group(host_group)) is not None:
+            if (problem := no_group(host_group)) is not None:
                 raise problem
             host = host_group or dist.new_group(
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
@@ -97,7 +97,7 @@ class TreeCommunicator:
             gloo,
             str(identity),
             f"transport={transport!r}, two_shot_bytes={two_shot_bytes}",
-            _unusable(transport, two_shot_bytes, timeout_s, identity, backends) or _no_group(host_group),
+            unusable(transport, two_shot_bytes, timeout_s, identity, backends) or no_group(host_group),
         )
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
         on_gpu: Mover = StagedMover(on_cpu)
@@ -141,9 +141,9 @@ class TreeCommunicator:
                 bf16 and fp16, when the ranks' shapes or dtypes differ, or when one rank refuses its call.
             MissingSupport: on every rank, where all give a tensor that is neither on the CPU nor on a GPU.
         """
-        if self.world_size == 1 or not _fits_op(partial, out_dtype):
+        if self.world_size == 1 or not fits_op(partial, out_dtype):
             call = self._call("all_reduce", partial, out_dtype)
-            problem = _unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
+            problem = unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
             self._refuse(call, problem)
             return partial if out_dtype is None else partial.to(out_dtype)
         return torch.ops.rl_comm.all_reduce(partial, out_dtype or torch.float32, self._handle)
@@ -156,10 +156,10 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, as ``all_reduce``, and when ``dim`` is not divisible by the world size.
         """
-        if self.world_size == 1 or not _fits_op(partial, out_dtype, dim):
+        if self.world_size == 1 or not fits_op(partial, out_dtype, dim):
             call = self._call("reduce_scatter", partial, out_dtype, dim)
             problem = (
-                _unmovable(call, partial)
+                unmovable(call, partial)
                 or sum_problem("reduce_scatter", partial, out_dtype)
                 or dim_problem(partial, dim)
             )
@@ -173,16 +173,41 @@ class TreeCommunicator:
         Raises:
             ContractError: on every rank, when shapes or dtypes differ, or when one rank refuses its call.
         """
-        if self.world_size == 1 or not _fits_op(x, None, dim):
+        if self.world_size == 1 or not fits_op(x, None, dim):
             call = self._call("all_gather", x, arg=dim)
-            self._refuse(call, _unmovable(call, x) or dim_problem(x, dim))
+            self._refuse(call, unmovable(call, x) or dim_problem(x, dim))
             return x
         return torch.ops.rl_comm.all_gather(x, dim, self._handle)
+
+    def all_gather_each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``all_gather`` of each tensor along its first dimension, agreed on and launched as one call; no gradient.
+
+        Args:
+            tensors: at least one, on one device; shapes and types may differ among them, not among ranks.
+
+        Raises:
+            ContractError: on every rank, when shapes, dtypes or numbers of tensors differ, or when one rank refuses
+                its call.
+            MissingSupport: on every rank, where all give tensors that are neither on the CPU nor on a GPU.
+        """
+        tensors = list(tensors)
+        first, *others = [self._call("all_gather", x) for x in tensors] or [self._call("all_gather", None)]
+        call = replace(first, beside=tuple(others)) if others else first
+        self._refuse(call, each_problem([first, *others], tensors))
+        if self.world_size == 1:
+            return tensors
+        payloads = [row_major_bytes(x) for x in tensors]
+        rows = self._mover(tensors[0]).gather_each(call, payloads)
+        self._record("all_gather", "bytes", tensors[0])
+        return [
+            part.reshape(-1).view(x.dtype).reshape(self.world_size * x.shape[0], *x.shape[1:])
+            for part, x in zip(rows, tensors)
+        ]
 
     def broadcast(self, x: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """The bytes of rank ``source``'s ``x``, on every rank; ``x`` itself is not written."""
         call = self._call("broadcast", x, arg=source)
-        problem = _unmovable(call, x)
+        problem = unmovable(call, x)
         if not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < self.world_size:
             problem = ContractError(f"broadcast got source={source!r}, supported: 0..{self.world_size - 1}")
         self._refuse(call, problem)
@@ -198,7 +223,7 @@ class TreeCommunicator:
             nothing = torch.empty(0, dtype=torch.uint8)
             self._movers["cpu"].gather(self._call("barrier", nothing), nothing)
 
-    def _call(self, op: str, x: torch.Tensor, out_dtype: torch.dtype | None = None, arg: int = 0) -> Call:
+    def _call(self, op: str, x: Any, out_dtype: torch.dtype | None = None, arg: int = 0) -> Call:
         # what can't be said in a header is refused, so that its words need not tell it apart
         said = arg if isinstance(arg, int) and abs(arg) < 1 << 62 else -1
         if not isinstance(x, torch.Tensor):
@@ -234,7 +259,7 @@ class TreeCommunicator:
 
     def _all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("all_reduce", partial, out_dtype)
-        self._refuse(call, _unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype))
+        self._refuse(call, unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype))
         limit = TWO_SHOT_BYTES[partial.device.type] if self.two_shot_bytes is None else self.two_shot_bytes
         if partial.numel() * 4 < limit:
             out = tree_sum(self._gather(call, partial), out_dtype)
@@ -255,7 +280,7 @@ class TreeCommunicator:
     def _reduce_scatter(self, partial: torch.Tensor, dim: int, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("reduce_scatter", partial, out_dtype, dim)
         problem = (
-            _unmovable(call, partial) or sum_problem("reduce_scatter", partial, out_dtype) or dim_problem(partial, dim)
+            unmovable(call, partial) or sum_problem("reduce_scatter", partial, out_dtype) or dim_problem(partial, dim)
         )
         if problem is None and partial.shape[dim] % self.world_size:
             problem = ContractError(
@@ -274,7 +299,7 @@ class TreeCommunicator:
 
     def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         call = self._call("all_gather", x, arg=dim)
-        self._refuse(call, _unmovable(call, x) or dim_problem(x, dim))
+        self._refuse(call, unmovable(call, x) or dim_problem(x, dim))
         parts = self._gather(call, x)
         self._record("all_gather", "bytes", x)
         if dim in (0, -x.dim()):
@@ -292,29 +317,6 @@ class TreeCommunicator:
         return tree_sum(rows.view(torch.float32), out_dtype)
 
 
-def _fits_op(x: Any, out_dtype: Any, dim: Any = 0) -> bool:
-    """Whether a registered op takes these at all; it checks the rest itself, in step with its peers."""
-    return (
-        isinstance(x, torch.Tensor)
-        and x.layout == torch.strided
-        and x.device.type in DEVICES
-        and (out_dtype is None or isinstance(out_dtype, torch.dtype))
-        and isinstance(dim, int)
-        and not isinstance(dim, bool)
-        and abs(dim) < 1 << 62
-    )
-
-
-def _unmovable(call: Call, x: torch.Tensor) -> Exception | None:
-    if (problem := tensor_problem(call.op, x)) is not None:
-        return problem
-    if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
-        return ContractError(f"{call.op} got {x.dtype} in {x.dim()} dimensions, supported: {DTYPES}, up to {MAX_DIMS}")
-    if call.device not in DEVICES:
-        return MissingSupport(f"{call.op} got a tensor on {call.device}, supported: {DEVICES}; move it to one of these")
-    return None
-
-
 def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
     if transport == "gloo" or gloo.world_size == 1:
         return gloo
@@ -324,29 +326,6 @@ def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
             "transport='shared_memory' needs Linux, all ranks on one host and room in /dev/shm; use 'auto'"
         )
     return shared or gloo
-
-
-def _no_group(host_group: Any) -> Exception | None:
-    if host_group is None or isinstance(host_group, dist.ProcessGroup):
-        return None
-    return ContractError(f"host_group={host_group!r}; supported: None, or a gloo process group of the same ranks")
-
-
-def _unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any, backends: str) -> Exception | None:
-    """Why a communicator can't be made of these."""
-    if transport not in TRANSPORTS:
-        return ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
-    if transport == "nccl" and "nccl" not in backends:
-        return MissingSupport(
-            f"transport='nccl' got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
-        )
-    if two_shot_bytes is not None and (not whole_number(two_shot_bytes) or two_shot_bytes < 0):
-        return ContractError(f"two_shot_bytes={two_shot_bytes!r}; supported: None or an integer of 0 or more bytes")
-    if not (whole_number(timeout_s) or isinstance(timeout_s, float)) or not timeout_s > 0:
-        return ContractError(f"timeout_s={timeout_s!r}; supported: seconds, more than 0")
-    if not isinstance(identity, str):
-        return ContractError(f"identity={identity!r}; supported: str")
-    return None
 
 
 def _communicator(handle: int) -> TreeCommunicator:

@@ -1,5 +1,6 @@
 """Movers of tensors on a GPU. As in ``mover``, nothing here adds."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,17 @@ class NcclMover:
         if not call.agreed:
             self._agreement.agree(call)
         return self._gather(payload)
+
+    def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """``gather`` of each payload: one look at the peers and one launch, without a copy that joins them."""
+        if not call.agreed:
+            self._agreement.agree(call)
+        out = [payload.new_empty(self.world_size, payload.numel()) for payload in payloads]
+        moved = [(whole.view(-1), payload) for whole, payload in zip(out, payloads) if payload.numel()]
+        with dist._coalescing_manager(group=self.group) if len(moved) > 1 else nullcontext():
+            for whole, payload in moved:
+                dist.all_gather_into_tensor(whole, payload, group=self.group)
+        return out
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""
@@ -64,6 +76,12 @@ class StagedMover:
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         return self._host.gather(call, payload.cpu()).to(payload.device)
+
+    def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            rows.to(payload.device)
+            for rows, payload in zip(self._host.gather_each(call, [x.cpu() for x in payloads]), payloads)
+        ]
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         return self._host.scatter(call, payload.cpu()).to(payload.device)

@@ -5,6 +5,8 @@ the payload as fits. A rank whose call differs is thus found before any size-dep
 a small payload costs one exchange.
 """
 
+import struct
+import zlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +50,8 @@ class Call:
     refused: bool = False
     # a further step of a call that all ranks have made alike, which leaves it no choice; no word of the header
     agreed: bool = False
+    # what else the same call moves; in the header by number and digest
+    beside: "tuple[Call, ...]" = ()
 
     def words(self) -> list[int]:
         head = [
@@ -59,7 +63,14 @@ class Call:
             len(self.shape) if self.dtype is not None else _UNKNOWN,
         ]
         body = [*head, *self.shape[:MAX_DIMS]]
-        return body + [0] * (_HEADER_WORDS - 1 - len(body)) + [int(self.refused)]
+        return body + [0] * (_HEADER_WORDS - 2 - len(body)) + [self._digest(), int(self.refused)]
+
+    def _digest(self) -> int:
+        """0 where nothing is moved beside; else how much, and a check over what."""
+        if not self.beside:
+            return 0
+        words = [word for call in self.beside for word in call.words()]
+        return len(self.beside) << 32 | zlib.crc32(struct.pack(f"{len(words)}q", *words))
 
     @staticmethod
     def of(words: list[int]) -> str:
@@ -68,7 +79,8 @@ class Call:
             return f"{OPS[op]}(what is no tensor)"
         shape = tuple(words[6 : 6 + dims]) if dims <= MAX_DIMS else f"{dims} dimensions"
         place = "" if device == 0 else f", on {DEVICES[device] if device > 0 else 'an unsupported device'}"
-        return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place})"
+        more = f" and {words[-2] >> 32} tensors beside it (check {words[-2] & 0xFFFFFFFF:08x})" if words[-2] else ""
+        return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place}){more}"
 
 
 def _code(dtype: torch.dtype | None) -> int:
@@ -86,9 +98,17 @@ class Mover(Protocol):
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor: ...
 
+    def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]: ...
+
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor: ...
 
     def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor: ...
+
+
+def gathered_as_one(mover: Mover, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``gather`` of each payload by one gather of all; for memory in which copies cost less than calls."""
+    rows = mover.gather(call, torch.cat(payloads))
+    return list(rows.split([payload.numel() for payload in payloads], dim=1))
 
 
 class GlooMover:
@@ -109,6 +129,10 @@ class GlooMover:
         received = payload.new_empty(self.world_size, rest.numel())
         dist.all_to_all_single(received, rest.repeat(self.world_size), group=self.group)
         return torch.cat((blocks[:, HEADER_BYTES : HEADER_BYTES + head], received), dim=1)
+
+    def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """``gather`` of each payload, in one call."""
+        return gathered_as_one(self, call, payloads)
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""

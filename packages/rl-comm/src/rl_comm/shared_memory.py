@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_headers
+from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_headers, gathered_as_one
 from rl_contract import MissingSupport
 
 SLOT_BYTES = 1 << 18
@@ -178,6 +178,10 @@ class SharedMemoryMover:
                 part = payload[begin : begin + SLOT_BYTES]
                 out[:, begin : begin + len(part)] = self._exchange(part)[:, : len(part)]
             return out
+
+    def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """``gather`` of each payload, in one call."""
+        return gathered_as_one(self, call, payloads)
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""

@@ -1,5 +1,6 @@
 """What an operator may ask of its peers. rl-comm implements it; ``SingleRank`` is the world of one."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -33,6 +34,14 @@ class Communicator(Protocol):
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
         """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first. Moves bytes, any dtype."""
         ...
+
+
+def gather_each(comm: Communicator, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``comm.all_gather(x, dim=0)`` of each tensor; one call where ``comm`` has ``all_gather_each``. No gradient."""
+    each: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = getattr(comm, "all_gather_each", None)
+    if each is None or len(tensors) == 1:
+        return [comm.all_gather(x.detach(), dim=0) for x in tensors]
+    return each(tensors)
 
 
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

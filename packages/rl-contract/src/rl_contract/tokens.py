@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rl_contract.checks import whole_number
-from rl_contract.communicator import Communicator
+from rl_contract.communicator import Communicator, gather_each
 from rl_contract.devices import to_device
 from rl_contract.errors import ContractError
 
@@ -62,13 +62,24 @@ class TokenShards:
         Raises:
             ContractError: not as many rows as this rank holds.
         """
-        if len(x) != self.rows:
-            raise ContractError(f"TokenShards got {len(x)} rows on rank {self.comm.rank}, which holds {self.rows}")
-        if self.rows < self._longest:
-            x = torch.cat((x, x.new_zeros((self._longest - self.rows, *x.shape[1:]))))
-        if self.order.device != x.device:
-            self.order = to_device(self.order, x.device)
-        return self.comm.all_gather(x.contiguous(), dim=0)[self.order]
+        return self.gather_each(x)[0]
+
+    def gather_each(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """``gather`` of each tensor, by one call of the communicator where it has one for several tensors.
+
+        Raises:
+            ContractError: as ``gather``.
+        """
+        parts = []
+        for x in tensors:
+            if len(x) != self.rows:
+                raise ContractError(f"TokenShards got {len(x)} rows on rank {self.comm.rank}, which holds {self.rows}")
+            if self.rows < self._longest:
+                x = torch.cat((x, x.new_zeros((self._longest - self.rows, *x.shape[1:]))))
+            parts.append(x.contiguous())
+        if self.order.device != tensors[0].device:
+            self.order = to_device(self.order, tensors[0].device)
+        return [every[self.order] for every in gather_each(self.comm, parts)]
 
     def weight_grad(self, size: int, compute: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """``[size, ...]``, of which this rank computes ``compute(first, last) -> [last - first, ...]`` over all tokens.

@@ -59,7 +59,9 @@ class _Linear(torch.autograd.Function):
             else:
                 dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
         dbias = bias is not None and ctx.needs_input_grad[2]
-        if ctx.tokens is not None and (ctx.needs_input_grad[1] or dbias):
+        if ctx.tokens is not None and ctx.needs_input_grad[1]:
+            dy, x = ctx.tokens.gather_each(dy, x)
+        elif ctx.tokens is not None and dbias:
             dy = ctx.tokens.gather(dy)
         if ctx.needs_input_grad[1]:
             dw = _weight_gradient(weight, dy, x, boundary, ctx.tokens)
@@ -70,7 +72,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, tokens: TokenShards | None) -> Tensor | None:
-    """With ``tokens``, dy [T, N] is that of all tokens and x [T/c, K] this rank's."""
+    """dy [T, N] and x [T, K] of all tokens, which ``tokens`` has gathered."""
     main_grad = main_grad_of(weight)
     # a GPU adds the blocks of tokens to main_grad itself
     total = main_grad if weight.is_cuda else None
@@ -79,16 +81,15 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, token
             return add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
         ops.add_grad_weight(total, dy, x, boundary)
         return None
-    every = tokens.gather(x)
     if total is None:
 
         def share(first: int, last: int) -> Tensor:
-            return ops.grad_weight(dy[:, first:last].contiguous(), every, boundary)
+            return ops.grad_weight(dy[:, first:last].contiguous(), x, boundary)
 
         return add_to_main_grad(weight, tokens.weight_grad(dy.shape[1], share))
 
     def add(part: Tensor, first: int, last: int) -> None:
-        ops.add_grad_weight(part, dy[:, first:last].contiguous(), every, boundary)
+        ops.add_grad_weight(part, dy[:, first:last].contiguous(), x, boundary)
 
     tokens.add_weight_grad(total, add)
     return None

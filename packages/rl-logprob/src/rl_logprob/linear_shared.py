@@ -63,16 +63,19 @@ def weight_gradient(gradients: Gradients, ctx: Any, weight: Tensor, rows: list[T
 
 def _all_tokens(ctx: Any, rows: list[Tensor]) -> tuple[list[Tensor], Support | None]:
     """The rows of all ranks in packed order, and their support."""
-    gather = ctx.tokens.gather
     hidden, targets, temperature, state, dlogp, dentropy = rows
+    given = {"hidden": hidden, "targets": targets, "state": state, "dlogp": dlogp}
     if ctx.temperature is None:
-        every_temperature = gather(temperature)
-    else:
-        # one number for all tokens, of which a GPU keeps no row where it is 1
-        every_temperature = row_temperature(ctx.temperature, ctx.tokens.total, hidden.device)
-    every = [gather(hidden), gather(targets), every_temperature, gather(state), gather(dlogp)]
-    every.append(gather(dentropy) if ctx.with_entropy else dentropy)
+        given["temperature"] = temperature
+    if ctx.with_entropy:
+        given["dentropy"] = dentropy
     threshold, last_id = key_of(ctx.support)
-    if threshold is None or last_id is None:
-        return every, None
-    return every, SupportKey(gather(threshold), gather(last_id))
+    if threshold is not None and last_id is not None:
+        given |= {"threshold": threshold, "last_id": last_id}
+    every = dict(zip(given, ctx.tokens.gather_each(*given.values())))
+    if ctx.temperature is not None:
+        # one number for all tokens, of which a GPU keeps no row where it is 1
+        every["temperature"] = row_temperature(ctx.temperature, ctx.tokens.total, hidden.device)
+    support = SupportKey(every["threshold"], every["last_id"]) if "threshold" in every else None
+    everyone = [every[name] for name in ("hidden", "targets", "temperature", "state", "dlogp")]
+    return [*everyone, every.get("dentropy", dentropy)], support

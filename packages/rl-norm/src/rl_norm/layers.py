@@ -59,15 +59,16 @@ class _RMSNorm(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 main_grad_of(weight)
                 if ctx.tokens is not None:
-                    dy, stream, rstd = (_all_tokens(ctx.tokens, t, ctx.heads) for t in (dy, stream, rstd))
+                    dy, stream, rstd = _all_tokens(ctx.tokens, ctx.heads, dy, stream, rstd)
                 root = ops.grad_weight(dy, stream, rstd, ctx.heads, ctx.leaves)
                 dw = add_to_main_grad(weight, root if ctx.comm is None else ctx.comm.all_reduce(root))
         return dx, dw, dx if ctx.added else None, None, None, None, None, None
 
 
-def _all_tokens(tokens: TokenShards, x: Tensor, heads: int) -> Tensor:
-    """Rows [T/c * heads, ...] of this rank's tokens -> [T * heads, ...] of all."""
-    return tokens.gather(x.reshape(-1, heads, *x.shape[1:])).flatten(0, 1)
+def _all_tokens(tokens: TokenShards, heads: int, *tensors: Tensor) -> list[Tensor]:
+    """Of each tensor, rows [T/c * heads, ...] of this rank's tokens -> [T * heads, ...] of all."""
+    every = tokens.gather_each(*(x.reshape(-1, heads, *x.shape[1:]) for x in tensors))
+    return [x.flatten(0, 1) for x in every]
 
 
 def rms_norm(
