@@ -119,3 +119,22 @@ def _summary(
         rate = median(s["tokens"] / s["seconds"]["rollout"] for s in steps)
         out[f"sampled tokens/s in rollouts, {arm}"] = round(rate)
     return out
+
+
+def table(payload: Mapping[str, Any]) -> str:
+    """The page of ``tools/results``: a line a phase, and what the targets say."""
+    meta = payload["meta"]
+    lines = [
+        f"# {payload['name']}", "", f"![{payload['name']}]({payload['name']}.png)", "",
+        f"{meta['gpu']}, driver {meta['driver']}, PyTorch {meta['torch']}, Triton {meta['triton']}, "
+        f"vLLM {meta['vllm']}, megatron-core {meta['megatron-core']}, "
+        f"commit {meta['commit']}, {meta['date']}. {meta['method']}.",
+        *(f"\n{note}" for note in meta["notes"]), "", "| target | measured |", "|---|---|",
+        *(f"| {target} | {value} |" for target, value in payload["summary"].items()), "",
+        "| phase | strict, s | native, s | native / strict |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for row in payload["rows"]:
+        lines.append(
+            f"| {row['case']} | {row['strict_us'] / 1e6:.3f} | {row['peer_us'] / 1e6:.3f} | {row['ratio']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
