@@ -173,6 +173,41 @@ def test_graph_of_whole_prefills_has_the_bits_of_piecewise_ones_and_of_the_opera
         assert_same(one, answer(weights, profile, step, 1))
 
 
+@pytest.mark.parametrize(("runner", "mode"), [("v2", "graphs"), ("v1", "graphs"), ("v2", "eager"), ("v1", "compiled")])
+def test_kernels_are_compiled_before_an_engine_serves(checkpoint, monkeypatch, runner, mode):
+    from triton import knobs
+    from vllm import SamplingParams
+
+    # the engine in this process, whose compiler is watched
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    compiled = []
+    with started(checkpoint, runner, **MODES[mode]) as (llm, profile):
+        assert rl_vllm.report(llm)[0]["launches"] == []
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given["fn"].name))
+        generate(llm, PROMPTS, PARAMS)
+        for lengths in ([300], [1] * 40, [3, 500, 1, 2, 1, 1, 1], [64] * 8, [50] * 9, [17 + 31 * i for i in range(40)]):
+            given = [prompt(7 * i, n, 4096) for i, n in enumerate(lengths)]
+            generate(llm, given, [sampled(i, tokens=3, temperature=(0.0, 0.7, 1.0)[i % 3]) for i in range(len(given))])
+        score = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        raw_generate(llm, PROMPTS, [score] * len(PROMPTS))
+        rl_vllm.assert_strict(llm, profile)
+    ours = (
+        "attn_",
+        "gemm_",
+        "gate",
+        "norm_",
+        "rms_norm",
+        "swiglu",
+        "rotary",
+        "draw_",
+        "score_",
+        "rank",
+        "tile_",
+        "pick_",
+    )
+    assert [name for name in compiled if name.startswith(ours)] == []
+
+
 @pytest.mark.field_report("R30")
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_batch_of_256_has_the_bits_of_64_and_of_1(checkpoint, weights, runner):

@@ -39,6 +39,7 @@ class Draws:
     def __init__(self, profile: Profile, device: torch.device) -> None:
         self.vocab_size = profile.settings.vocab_size
         self.vocab_tile = profile.settings.vocab_tile
+        self.device = device
         self._bad = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
 

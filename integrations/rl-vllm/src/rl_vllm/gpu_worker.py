@@ -135,7 +135,11 @@ class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
             self._sampling.reset()
 
     def compile_or_warm_up_model(self) -> Any:
+        from rl_vllm import warming
+
         result = super().compile_or_warm_up_model()
+        warming.warm(self)
+        self.rl_reset_launches()
         self._draws.forget()
         return result
 
