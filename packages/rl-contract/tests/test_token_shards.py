@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rl_contract.shares
 from rl_contract import ContractError, SingleRank, TokenShards
+from rl_contract.shares import LaterShares
 from rl_contract.testing import on_ranks
 
 
@@ -100,3 +102,38 @@ def test_several_tensors_come_by_one_call_where_the_communicator_has_one():
     for found, calls in on_ranks(2, rank):
         assert all(torch.equal(a, x) and torch.equal(b, ids.bfloat16()) for a, b in found)
         assert calls == [2]
+
+
+@pytest.mark.parametrize("most", [1, 40, 1 << 26])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_layout_shares_that_wait_are_whole_after_they_are_settled(monkeypatch, world, most):
+    """Sizes that ranks do not divide, several additions, and one that every rank makes to all rows meanwhile."""
+    monkeypatch.setattr(rl_contract.shares, "MOST_ELEMENTS", most)
+    g = torch.Generator().manual_seed(0)
+    begun = [torch.randn(size, width, generator=g) for size, width in ((8, 3), (5, 7), (1, 2), (9, 1))]
+    grown = [[torch.randn(x.shape, generator=g) for _ in range(3)] for x in begun]
+    whole = [x + a + b + c for x, (a, b, c) in zip(begun, grown)]
+    places = [torch.arange(4 * r, 4 * r + 4) for r in range(world)]
+
+    def rank(comm):
+        later, totals = LaterShares(comm), [x.clone() for x in begun]
+        shards = TokenShards(comm, places, later=later)
+        for number in range(3):
+            for total, adds in zip(totals, grown):
+                if number == 1:
+                    total.add_(adds[1])
+                else:
+                    shards.add_weight_grad(total, lambda part, a, b, adds=adds, n=number: part.add_(adds[n][a:b]))
+        later.settle()
+        found = [total.clone() for total in totals]
+        # forgotten ones are left alone
+        shards.add_weight_grad(totals[0], lambda part, a, b: part.add_(comm.rank + 1.0))
+        later.clear()
+        later.settle()
+        return found, totals[0]
+
+    for r, (found, left) in enumerate(on_ranks(world, rank)):
+        assert all(torch.equal(a, b) for a, b in zip(found, whole))
+        if world > 1:
+            assert torch.equal(left[8 // world * r :][: 8 // world], whole[0][8 // world * r :][: 8 // world] + r + 1.0)
+            assert not torch.equal(left, whole[0] + 1.0)

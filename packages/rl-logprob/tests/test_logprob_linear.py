@@ -5,9 +5,9 @@ import torch
 
 import rl_gemm
 import rl_logprob as lp
-from rl_contract import ContractError, SingleRank, TokenShards, launches, reset_launches
+from rl_contract import ContractError, SingleRank, TokenShards, launches, reset_launches, shares
 from rl_contract.testing import ThreadRank, on_ranks
-from rl_logprob import linear, linear_shared
+from rl_logprob import linear
 
 
 def bits(x):
@@ -260,7 +260,7 @@ def test_unequal_shards_are_refused_on_every_rank():
 @pytest.mark.parametrize(("main_grad", "kept"), [(False, False), (True, False), (True, True)])
 def test_layout_weight_gradient_over_context_parallel_ranks_equals_one_rank(monkeypatch, world, main_grad, kept):
     # a gather of a shared gradient takes several rounds, the last one short
-    monkeypatch.setattr(linear_shared, "SHARED_ELEMENTS", world * 48 * 100)
+    monkeypatch.setattr(shares, "MOST_ELEMENTS", world * 48 * 100)
     h, w, targets = make(131, 48, 1100, 64)
     grads = torch.randn(2, 131)
     held = torch.randn(w.shape)

@@ -14,6 +14,7 @@ import rl_attn
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import whole_number
 from rl_contract.devices import to_device
+from rl_contract.shares import LaterShares
 
 T = TypeVar("T")
 # integers that need no look at each; a bool's type is another
@@ -231,7 +232,7 @@ class PackedBatch:
             token_ids=ids[mine], positions=positions[mine], rows=local_rows[slots], targets=targets[slots], slots=slots
         )
 
-    def token_shards(self, comm: Communicator) -> TokenShards | None:
+    def token_shards(self, comm: Communicator, later: LaterShares | None = None) -> TokenShards | None:
         """Where every rank's tokens lie in the batch as one rank would pack it, without padding; None for one rank."""
         if comm.world_size == 1:
             return None
@@ -240,13 +241,13 @@ class PackedBatch:
         offset = torch.arange(self.tokens) - (padded.cumsum(0) - padded).repeat_interleave(padded)
         first = (lengths.cumsum(0) - lengths).repeat_interleave(padded)
         places = torch.where(offset < lengths.repeat_interleave(padded), first + offset, -1)
-        return TokenShards(comm, [places[self.rank_tokens(rank)] for rank in range(self.cp)])
+        return TokenShards(comm, [places[self.rank_tokens(rank)] for rank in range(self.cp)], later=later)
 
-    def scored_shards(self, comm: Communicator) -> TokenShards | None:
+    def scored_shards(self, comm: Communicator, later: LaterShares | None = None) -> TokenShards | None:
         """The same for the scored rows: response tokens in packed order."""
         if comm.world_size == 1:
             return None
-        return TokenShards(comm, [self.for_rank(rank).slots for rank in range(self.cp)])
+        return TokenShards(comm, [self.for_rank(rank).slots for rank in range(self.cp)], later=later)
 
     def on(self, rank: int, device: torch.device) -> RankBatch:
         """``for_rank(rank)`` on ``device``, made once."""

@@ -38,6 +38,8 @@ class MegatronOptimizer:
             overlap_grad_reduce=False,
             use_distributed_optimizer=config.distributed,
         )
+        # which has no step of its own at which rows of peers could be taken over
+        model.rl_later = None
         self._wrapped = DistributedDataParallel(config=model.config, ddp_config=buffers, module=model)
         bf16 = next(model.parameters()).dtype == torch.bfloat16
         settings = MegatronConfig(

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_contract import ContractError
+from rl_contract.shares import LaterShares
 from rl_megatron import topology
 from rl_megatron.checks import instance_problem, real
 from rl_megatron.loss import fixed_sum
@@ -104,6 +105,7 @@ class StrictOptimizer:
     """Holds an fp32 master and two moments for every parameter and gives it an fp32 ``main_grad``.
 
     Backward passes add into ``main_grad``: the strict operators by themselves, other operators through ``collect``.
+    With context parallelism it is whole, and the same on every rank, after ``reduce``.
     """
 
     def __init__(self, model: GPTModel, config: OptimizerConfig | None = None) -> None:
@@ -111,6 +113,10 @@ class StrictOptimizer:
         self.leaves = model.rl.profile.settings.leaves
         self.native = model.rl.mode == "native"
         self.steps = 0
+        comm = topology.context_parallel()
+        # every backward adds to this rank's rows of a weight's gradient; peers want them once a step
+        self._later = None if self.native or comm.world_size == 1 else LaterShares(comm)
+        model.rl_later = self._later
         self._states: dict[str, _State] = {}
         for name, parameter in model.named_parameters():
             master = parameter.detach().float().clone()
@@ -122,6 +128,8 @@ class StrictOptimizer:
         torch._foreach_zero_([state.grad for state in self._states.values()])
         for state in self._states.values():
             state.parameter.grad = None
+        if self._later is not None:
+            self._later.clear()
 
     def collect(self) -> None:
         """Add gradients that autograd left in ``.grad`` to ``main_grad``; call after each backward."""
@@ -131,11 +139,14 @@ class StrictOptimizer:
                 state.parameter.grad = None
 
     def reduce(self) -> None:
-        """Sum the native arm's ``main_grad`` over context parallel ranks, in fp32, by NCCL or else the rank tree.
+        """Make ``main_grad`` whole on every context parallel rank.
 
-        Each rank's loss is already a share of the whole, so the sum is the gradient. Strict operators have taken all
-        ranks' tokens in packed order already.
+        Strict operators have taken all ranks' tokens in packed order, each rank for its rows of a weight; the rows of
+        peers are taken over. The native arm's are summed in fp32, by NCCL or else the rank tree: each rank's loss is
+        already a share of the whole, so the sum is the gradient.
         """
+        if self._later is not None:
+            self._later.settle()
         if not self.native:
             return
         cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import rl_logprob
 from rl_contract import Communicator, ContractError
+from rl_contract.shares import LaterShares
 from rl_megatron import native, tokens, topology
 from rl_megatron.batch import PackedBatch, RankBatch, StrictPackedSeqParams
 from rl_megatron.cpu_device import cpu_device, device
@@ -88,6 +89,7 @@ def _score(
             with_entropy=with_entropy,
         )
     score: Any = rl_logprob.linear_logprob
+    later = later_shares(model)
     return score(
         scored,
         _head_weight(model),
@@ -98,10 +100,15 @@ def _score(
         comm=topology.tensor_parallel(),
         leaves=settings.leaves,
         return_entropy=with_entropy,
-        tokens=batch.once("scored", lambda: batch.scored_shards(topology.context_parallel())),
+        tokens=batch.once(("scored", id(later)), lambda: batch.scored_shards(topology.context_parallel(), later)),
         nonfinite=nonfinite,
         keep_logits=keep_logits,
     )
+
+
+def later_shares(model: GPTModel) -> LaterShares | None:
+    """Where the model's optimizer lets rows of weight gradients wait; None where they are taken over at once."""
+    return getattr(model, "rl_later", None)
 
 
 class _TakeRows(torch.autograd.Function):
@@ -134,7 +141,8 @@ def _decode(model: GPTModel, batch: PackedBatch, mine: RankBatch) -> Tensor:
     strict = model.rl.mode == "strict"
     shards = None
     if strict and torch.is_grad_enabled():
-        shards = batch.once("tokens", lambda: batch.token_shards(topology.context_parallel()))
+        later = later_shares(model)
+        shards = batch.once(("tokens", id(later)), lambda: batch.token_shards(topology.context_parallel(), later))
     tokens.enter(shards)
     out = model(
         input_ids=mine.token_ids[None],

@@ -9,6 +9,7 @@ from rl_contract.checks import whole_number
 from rl_contract.communicator import Communicator, gather_each
 from rl_contract.devices import to_device
 from rl_contract.errors import ContractError
+from rl_contract.shares import LaterShares, shares, take_over
 
 
 class TokenShards:
@@ -19,12 +20,14 @@ class TokenShards:
     those of one rank, no token is multiplied twice, and no partial sums are left to be joined.
     """
 
-    def __init__(self, comm: Communicator, places: Sequence[torch.Tensor]) -> None:
+    def __init__(self, comm: Communicator, places: Sequence[torch.Tensor], *, later: LaterShares | None = None) -> None:
         """
         Args:
             comm: the ranks that hold the tokens.
             places: for each rank, rank 0 first, int64 [n_r]: the place in the packed batch of each row it holds, -1 for
                 padding. Together they name every place 0 to T-1 once.
+            later: where gradients that grow in place wait for the rows of peers until ``later.settle()``; None takes
+                these over at once.
 
         Raises:
             ContractError: no communicator, no list of int64 [n_r], a number of ranks other than comm's, or places that
@@ -39,7 +42,7 @@ class TokenShards:
             raise ContractError(
                 f"TokenShards got the rows of {len(places)} ranks; the communicator has {comm.world_size}"
             )
-        self.comm = comm
+        self.comm, self.later = comm, later
         self.rows = len(places[comm.rank])
         self._longest = max(len(p) for p in places)
         padded = [torch.nn.functional.pad(p, (0, self._longest - len(p)), value=-1) for p in places]
@@ -86,7 +89,7 @@ class TokenShards:
 
         Shares are equal; where they do not divide ``size`` the last ones overlap, with the same bits.
         """
-        firsts, step = self._shares(size)
+        firsts, step = shares(size, self.comm.world_size)
         mine = firsts[self.comm.rank]
         parts = self.comm.all_gather(compute(mine, mine + step)[None], dim=0)
         if step * len(firsts) == size:
@@ -98,21 +101,19 @@ class TokenShards:
 
     def add_weight_grad(self, total: torch.Tensor, add: Callable[[torch.Tensor, int, int], None]) -> None:
         """``total`` [size, ...], the same on every rank, grows in place: ``add(part, first, last)`` adds all tokens to
-        this rank's rows, ``part = total[first:last]``; those of peers are taken over as they are.
+        this rank's rows, ``part = total[first:last]``; those of peers are taken over as they are, see ``share``.
         """
-        firsts, step = self._shares(len(total))
+        firsts, step = shares(len(total), self.comm.world_size)
         mine = firsts[self.comm.rank]
-        part = total[mine : mine + step]
-        add(part, mine, mine + step)
-        for rank, theirs in enumerate(self.comm.all_gather(part[None], dim=0)):
-            if rank != self.comm.rank:
-                total[firsts[rank] : firsts[rank] + step] = theirs
+        add(total[mine : mine + step], mine, mine + step)
+        self.share(total)
 
-    def _shares(self, size: int) -> tuple[list[int], int]:
-        """Each rank's first row, and how many it has."""
-        world = self.comm.world_size
-        step = -(-size // world)
-        return [min(rank * step, size - step) for rank in range(world)], step
+    def share(self, total: torch.Tensor) -> None:
+        """Take over the rows of ``total`` that peers have added to, now or with ``later``."""
+        if self.later is not None:
+            self.later.add(total)
+        else:
+            take_over(self.comm, [total])
 
 
 def _is_places(value: Any) -> bool:

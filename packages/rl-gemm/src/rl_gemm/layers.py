@@ -74,8 +74,8 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, tokens: TokenShards | None) -> Tensor | None:
     """dy [T, N] and x [T, K] of all tokens, which ``tokens`` has gathered."""
     main_grad = main_grad_of(weight)
-    # a GPU adds the blocks of tokens to main_grad itself
-    total = main_grad if weight.is_cuda else None
+    # a GPU adds the blocks of tokens to main_grad itself, and ranks that share its rows add to their own
+    total = main_grad if weight.is_cuda or tokens is not None else None
     if tokens is None:
         if total is None:
             return add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))

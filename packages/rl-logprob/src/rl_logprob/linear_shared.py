@@ -13,8 +13,6 @@ from rl_contract.gradients import main_grad_of
 from rl_logprob.checks import row_temperature
 from rl_logprob.support import Support, SupportKey, key_of
 
-# how much of the gradient is gathered at once
-SHARED_ELEMENTS = 1 << 26
 # below so many tokens a GPU computes a gradient of weight sooner than its peers could send their parts
 SHARED_TOKENS = 4096
 
@@ -51,13 +49,7 @@ def weight_gradient(gradients: Gradients, ctx: Any, weight: Tensor, rows: list[T
         assert own is not None
         return peers.all_gather(own, dim=0)
     # every rank's main_grad was the same, so the rows that peers have added to are theirs as they are
-    step = max(1, SHARED_ELEMENTS // (main_grad.shape[1] * peers.world_size))
-    for begin in range(0, size, step):
-        end = min(begin + step, size)
-        gathered = peers.all_gather(main_grad[mine][begin:end][None], dim=0)
-        for peer in range(peers.world_size):
-            if peer != peers.rank:
-                main_grad[peer * size + begin : peer * size + end] = gathered[peer]
+    ctx.tokens.share(main_grad)
     return None
 
 
