@@ -22,7 +22,7 @@ from rl_megatron import (
     topology,
 )
 from rl_megatron.loss import exp_f64, fixed_sum, tree_total
-from rl_megatron.optimizer import _adamw, _Cut, _square_sums, _State
+from rl_megatron.optimizer import _adamw, _Cut, _square_sums, _State, _tree
 
 
 def plain_loss(
@@ -151,6 +151,14 @@ def test_fixed_sum_is_a_balanced_tree(n: int) -> None:
     if n == 64:
         assert tree_total(x) == tree_total(x[:32]) + tree_total(x[32:])
         assert fixed_sum(x) != sum(x.tolist()), "a left fold must show, or the order is not tested"
+    level = x.tolist()
+    while len(level) > 1:
+        level = [a + b for a, b in zip(level[::2], level[1::2])] + level[len(level) // 2 * 2 :]
+    # rows side by side, sums of signed zeros, and the host's form
+    rows = torch.stack([x, -x, torch.full((n,), -0.0, dtype=torch.float64)])
+    want = torch.tensor([*level, *(-v for v in level), -0.0] if n else [0.0] * 3, dtype=torch.float64)
+    assert torch.equal(tree_total(rows).view(torch.int64), want.view(torch.int64))
+    assert _tree(x.tolist()) == fixed_sum(x)
 
 
 def state_of(master: torch.Tensor) -> _State:

@@ -10,6 +10,7 @@ import torch
 import rl_gemm
 import rl_logprob as lp
 from rl_contract import ContractError, TokenShards, launches, reset_launches
+from rl_contract import shares as contract_shares
 from rl_contract.testing import on_ranks
 from rl_logprob import gpu, gpu_grad, linear_gpu, linear_shared, plans
 
@@ -61,7 +62,7 @@ def poisoned():
 def test_layout_tokens_on_several_ranks_give_the_weight_gradient_of_one(monkeypatch, temperature, shared):
     """Context parallel ranks, one without a scored row; at temperature 1 no rank holds a row of temperatures."""
     monkeypatch.setattr(linear_shared, "SHARED_TOKENS", 0 if shared else 1 << 30)
-    monkeypatch.setattr(linear_shared, "SHARED_ELEMENTS", 4 * 256 * 300)
+    monkeypatch.setattr(contract_shares, "MOST_ELEMENTS", 4 * 256 * 300)
     h, w, targets = make(700, 256, 5000, padded=8192)
     g = torch.randn(2, 700, device="cuda")
     rows = torch.rand(700, device="cuda") + 0.5

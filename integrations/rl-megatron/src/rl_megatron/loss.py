@@ -128,13 +128,14 @@ def grpo_loss(
         kl = _Exp.apply(gap) - gap - 1.0
         if config.kl_coef > 0:
             terms = terms + config.kl_coef * kl
-    total = _FixedSum.apply(terms)
+    beside = torch.stack([x.detach() for x in (policy, kl, ratio, (held < free).double())])
+    total, sums = _FixedSum.apply(terms, beside)
     # a GPU would multiply by a number's reciprocal; a tensor it divides by
     value = total / torch.full_like(total, denominator or 1.0)
     return Loss(
         value=value,
         valid_count=valid.numel(),
-        sums=torch.stack([tree_total(x.detach()) for x in (policy, kl, ratio, (held < free).double())]),
+        sums=sums,
     )
 
 
@@ -172,17 +173,21 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
 
 
 def tree_total(x: Tensor) -> Tensor:
-    """Sum of an fp64 vector by a balanced tree its length alone decides, on its device.
+    """Sums of fp64 ``[..., n]`` along its last dimension by a balanced tree that n alone decides, on its device.
 
     Neighbours are joined level by level, a last odd element moves up as it is.
     """
-    if x.numel() == 0:
-        return x.new_zeros(())
-    while x.numel() > 1:
-        even = x.numel() // 2 * 2
-        joined = x[0:even:2] + x[1:even:2]
-        x = joined if even == x.numel() else torch.cat([joined, x[even:]])
-    return x[0].clone()
+    n = x.shape[-1]
+    if n == 0:
+        return x.new_zeros(x.shape[:-1])
+    # -0.0 is the identity of addition: what is joined with it moves up as it is
+    whole = 1 << (n - 1).bit_length()
+    x = x.clone() if whole == n else torch.nn.functional.pad(x, (0, whole - n), value=-0.0)
+    while whole > 1:
+        whole //= 2
+        left, right = x.unflatten(-1, (whole, 2)).unbind(-1)
+        x = left + right
+    return x.squeeze(-1)
 
 
 def fixed_sum(x: Tensor) -> float:
@@ -221,11 +226,16 @@ class _Exp(torch.autograd.Function):
 
 
 class _FixedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return tree_total(x.detach())
+    """``tree_total`` of x [n], and without a gradient of each row of ``beside`` [m, n], by one tree."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].expand(ctx.shape)
+    def forward(ctx: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.shape = x.shape
+        total, *others = tree_total(torch.cat([x.detach()[None], beside])).unbind()
+        sums = torch.stack(others)
+        ctx.mark_non_differentiable(sums)
+        return total.clone(), sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].expand(ctx.shape), None

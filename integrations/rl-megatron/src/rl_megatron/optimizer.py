@@ -166,14 +166,16 @@ class StrictOptimizer:
         cuts = [_Cut.of(name, state.grad, self.leaves, comm.world_size) for name, state in self._states.items()]
         sums = self._square_sums(cuts)
         joined = comm.all_gather(torch.cat([x for cut, x in zip(cuts, sums) if cut.shared] or [sums[0][:0]])[None])
-        everyone, sums = joined.cpu(), [x.cpu() for x in torch.cat(sums).cpu().split([len(x) for x in sums])]
+        # a few numbers a parameter: Python's floats are fp64, and it adds them sooner than a tensor is made
+        everyone, mine = joined.cpu().tolist(), iter(torch.cat(sums).cpu().tolist())
         totals, at = [], 0
-        for cut, mine in zip(cuts, sums):
+        for cut in cuts:
+            leaves = [next(mine) for _ in range(cut.mine)]
             if cut.shared:
-                mine = everyone[:, at : at + cut.mine].reshape(-1)
+                leaves = [x for row in everyone for x in row[at : at + cut.mine]]
                 at += cut.mine
-            totals.append(fixed_sum(mine))
-        return math.sqrt(fixed_sum(torch.tensor(totals, dtype=torch.float64)))
+            totals.append(_tree(leaves))
+        return math.sqrt(_tree(totals))
 
     def _square_sums(self, cuts: list["_Cut"]) -> list[Tensor]:
         """fp64 [this rank's leaves] of every parameter, on its device."""
@@ -234,6 +236,14 @@ class StrictOptimizer:
                 s.exp_avg.copy_(saved["exp_avg"])
                 s.exp_avg_sq.copy_(saved["exp_avg_sq"])
                 s.parameter.copy_(s.master)
+
+
+def _tree(x: list[float]) -> float:
+    """``loss.tree_total`` of a few numbers on the host."""
+    while len(x) > 1:
+        joined = [a + b for a, b in zip(x[::2], x[1::2])]
+        x = joined if len(x) % 2 == 0 else [*joined, x[-1]]
+    return x[0] if x else 0.0
 
 
 def _update(
