@@ -183,7 +183,7 @@ def test_kernels_are_compiled_before_an_engine_serves(checkpoint, monkeypatch, r
     compiled = []
     with started(checkpoint, runner, **MODES[mode]) as (llm, profile):
         assert rl_vllm.report(llm)[0]["launches"] == []
-        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given["fn"].name))
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given["fn"]))
         generate(llm, PROMPTS, PARAMS)
         for lengths in ([300], [1] * 40, [3, 500, 1, 2, 1, 1, 1], [64] * 8, [50] * 9, [17 + 31 * i for i in range(40)]):
             given = [prompt(7 * i, n, 4096) for i, n in enumerate(lengths)]
@@ -191,21 +191,8 @@ def test_kernels_are_compiled_before_an_engine_serves(checkpoint, monkeypatch, r
         score = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         raw_generate(llm, PROMPTS, [score] * len(PROMPTS))
         rl_vllm.assert_strict(llm, profile)
-    ours = (
-        "attn_",
-        "gemm_",
-        "gate",
-        "norm_",
-        "rms_norm",
-        "swiglu",
-        "rotary",
-        "draw_",
-        "score_",
-        "rank",
-        "tile_",
-        "pick_",
-    )
-    assert [name for name in compiled if name.startswith(ours)] == []
+    # one that vLLM or Inductor writes is theirs to warm up
+    assert [f"{fn.module}.{fn.name}" for fn in compiled if fn.module.startswith("rl_")] == []
 
 
 @pytest.mark.field_report("R30")
