@@ -21,9 +21,13 @@ def parts_of_a_layer(qk_norm, rotary_dim=32, tokens=9, heads=4, kv_heads=2, head
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     q, k, v = (x.view(tokens, -1, head_dim) for x in qkv.split(sizes, dim=-1))
     table = rl_attn.rope_table(64, rotary_dim, 1e4)
-    rotary = SimpleNamespace(rl_cos=table.cos, rl_sin=table.sin)
-    weights = torch.randn(2, head_dim, generator=g).bfloat16()
-    norms = [SimpleNamespace(weight=w, variance_epsilon=1e-6) for w in weights] if qk_norm else [None, None]
+    rotary = torch.nn.Module()
+    rotary.register_buffer("rl_cos", table.cos)
+    rotary.register_buffer("rl_sin", table.sin)
+    norms = [torch.nn.RMSNorm(head_dim) if qk_norm else None for _ in range(2)]
+    for norm in filter(None, norms):
+        norm.variance_epsilon = 1e-6
+        norm.weight = torch.nn.Parameter(torch.randn(head_dim, generator=g).bfloat16(), requires_grad=False)
     slots = torch.randperm(32, generator=g)[:tokens]
     slots[-1] = -1
     return q, k, v, torch.arange(tokens) + 20, slots, rotary, norms, table
@@ -86,6 +90,7 @@ def test_a_layer_takes_a_new_table_where_its_buffers_are_others():
     assert torch.equal(before(q, k, v, positions, cache, slots), first)
     assert before._table is held
     rotary.rl_cos, rotary.rl_sin = torch.ones_like(table.cos), torch.zeros_like(table.sin)
+    assert rotary._buffers["rl_cos"] is not table.cos
     assert torch.equal(before(q, k, v, positions, cache, slots), q)
 
 
@@ -168,18 +173,95 @@ def test_operator_that_is_not_there_leaves_the_layers_apart(monkeypatch):
     assert not fusing.decide(SimpleNamespace(additional_config={"rl_fused": True}))
 
 
-def test_attention_that_is_not_joined_takes_queries_as_they_are_and_one_without_positions_is_refused():
+def batch(lengths, buffer, positions=True):
+    """Metadata of a step whose tensors lie in buffers of ``buffer`` rows."""
+    from rl_vllm.attention import StrictAttentionMetadata
+
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    return StrictAttentionMetadata(
+        num_actual_tokens=sum(lengths), max_query_len=max(lengths), seq_lens=seq_lens,
+        query_start_loc=torch.tensor([0, *seq_lens.cumsum(0).tolist()], dtype=torch.int32),
+        block_table=torch.zeros((len(lengths), 4), dtype=torch.int32), slot_mapping=torch.arange(buffer) + 7,
+        positions=torch.arange(buffer) if positions else None,
+    )  # fmt: skip
+
+
+def an_attention(**given):
     from rl_vllm.gpu_attention import StrictGPUAttentionImpl
 
     impl = StrictGPUAttentionImpl.__new__(StrictGPUAttentionImpl)
-    q = torch.ones(3, 2, 8)
-    assert impl._queries(q, q, q, None, SimpleNamespace(positions=None)) is q
-    seen = []
-    impl.before = lambda *args: seen.append(args) or q
+    impl.num_kv_heads, impl.head_size, impl.scale, impl.layout = 2, 32, 0.5, "vllm_split"
+    settings = SimpleNamespace(key_tile=64, segment=1024, attention="segments")
+    impl.strict = SimpleNamespace(profile=SimpleNamespace(settings=settings))
+    vars(impl).update(given)
+    return impl
+
+
+def test_a_layer_hands_on_what_the_step_has_made_ready(monkeypatch):
+    asked, joined = [], []
+    monkeypatch.setattr(rl_attn, "attention_paged", lambda *args, **given: asked.append((args, given)))
+    cache = torch.zeros((2, 5, 16, 2, 32), dtype=torch.bfloat16)
+    # a piecewise graph's rows may be padded beyond those of the batch
+    q, out = torch.ones(8, 4, 32), torch.empty(8, 4, 32)
+    k, m = torch.ones(8, 2, 32), batch([2, 3], 16)
+    assert an_attention().forward(None, q, k, k, cache, m, out) is out
+    (((query, paged), given),) = asked
+    assert (query.data_ptr(), len(query), paged.k.data_ptr()) == (q.data_ptr(), 5, cache[0].data_ptr())
+    assert (given["out"].data_ptr(), len(given["out"])) == (out.data_ptr(), 5)
+    assert all(given[name] is getattr(m, name) for name in ("query_start_loc", "seq_lens", "block_table"))
+    said = ("max_query_len", "min_query_len", "scale", "key_tile", "segment", "family")
+    assert [given[name] for name in said] == [3, 0, 0.5, 64, 1024, "segments"]
+    # a joined one's queries come from what stands before it
+    impl = an_attention(before=lambda *args: joined.append(args) or "rotated")
+    impl.forward(None, q, k, k, cache, m, out)
+    ((*rows, positions, _, slots),) = joined
+    assert [len(x) for x in rows] == [5, 5, 5]
+    assert (positions.tolist(), slots.tolist()) == ([0, 1, 2, 3, 4], [7, 8, 9, 10, 11])
+    assert asked[1][0][0] == "rotated"
+
+
+def test_a_layer_takes_no_slice_and_asks_no_module_where_nothing_is_padded(monkeypatch):
+    import sys
+
+    from rl_vllm.fusing import Before
+
+    q, k, v, _, _, rotary, norms, _ = parts_of_a_layer(True)
+    monkeypatch.setattr(rl_attn, "attention_paged", lambda *args, **given: None)
+    monkeypatch.setattr(rl_attn, "norm_rotary_write", lambda q, *args, **given: q)
+    impl, m = an_attention(before=Before(rotary, *norms)), batch([9], 9)
+    cache, out, called = torch.zeros((2, 5, 16, 2, 32), dtype=torch.bfloat16), torch.empty_like(q), []
+
+    def note(frame, event, arg):
+        if event in ("call", "c_call"):
+            called.append(frame.f_code.co_name if event == "call" else arg.__name__)
+
+    impl.forward(None, q, k, v, cache, m, out)
+    sys.setprofile(note)
+    impl.forward(None, q, k, v, cache, m, out)
+    sys.setprofile(None)
+    assert [x for x in called if x != "<lambda>"] == ["forward", "_cache", "data_ptr", "__call__", "cos", "setprofile"]
+
+
+def test_attention_without_positions_is_refused_where_it_is_joined():
+    from rl_vllm.fusing import Before
+
+    q, k, v, _, slots, rotary, norms, _ = parts_of_a_layer(False)
     with pytest.raises(ContractError, match="no positions"):
-        impl._queries(q, q, q, None, SimpleNamespace(positions=None))
-    # a captured graph's rows may be padded beyond those of the batch
-    batch = SimpleNamespace(positions=torch.arange(5), slot_mapping=torch.arange(5) + 7)
-    assert impl._queries(q, q, q, "cache", batch) is q
-    ((*_, positions, cache, slots),) = seen
-    assert (positions.tolist(), cache, slots.tolist()) == ([0, 1, 2], "cache", [7, 8, 9])
+        Before(rotary, *norms)(q, k, v, batch([9], 9, positions=False).positions, None, slots)
+
+
+def test_operators_on_a_loaded_projection_call_no_python_of_its_parameter():
+    from vllm.model_executor.parameter import ModelWeightParameter
+
+    from rl_vllm.layers import StrictLinearMethod
+
+    made = torch.nn.Module()
+    loaded = torch.Tensor._make_subclass(ModelWeightParameter, torch.randn(4, 8))
+    made.register_parameter("weight", loaded)
+    assert torch.overrides.has_torch_function_unary(made.weight)
+    StrictLinearMethod().process_weights_after_loading(made)
+    assert not torch.overrides.has_torch_function_unary(made.weight)
+    # the memory that was loaded, under the same name, and nothing to train
+    assert [name for name, _ in made.named_parameters()] == ["weight"]
+    assert made.weight.data_ptr() == loaded.data_ptr()
+    assert not made.weight.requires_grad

@@ -168,15 +168,21 @@ def test_graph_of_mixed_batches_is_captured_for_any_number_of_rows(monkeypatch, 
     mode = {"FULL": CUDAGraphMode.FULL, "PIECEWISE": CUDAGraphMode.FULL_AND_PIECEWISE}[mixed]
     builder = StrictGPUMetadataBuilder.__new__(StrictGPUMetadataBuilder)
     builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-    names = ("query_start_loc", "block_table_tensor", "slot_mapping", "positions")
+    names = ("query_start_loc", "block_table_tensor", "positions")
     common = SimpleNamespace(
         causal=True, num_actual_tokens=64, max_query_len=1, seq_lens=torch.zeros(requests), **dict.fromkeys(names),
-        query_start_loc_cpu=torch.tensor([0, 3, 5, 9]),
+        slot_mapping=torch.zeros(80), query_start_loc_cpu=torch.tensor([0, 3, 5, 9]),
     )  # fmt: skip
-    assert builder.build_for_cudagraph_capture(common).max_query_len == bound
-    assert builder.build_for_cudagraph_capture(common).min_query_len == (0 if bound == 64 else 2)
-    assert builder.build(0, common).min_query_len == 2
+    found = builder.build_for_cudagraph_capture(common)
+    assert (found.max_query_len, found.min_query_len) == (bound, 0)
+    assert (found.batch["max_query_len"], found.batch["min_query_len"]) == (bound, 0)
+    assert len(found.slot_mapping) == 64
     assert builder.build(0, common).max_query_len == 1
+    # of requests that prefill the least is told too; rows that pad a graph are a request of none
+    common.max_query_len = 4
+    assert builder.build(0, common).batch["min_query_len"] == builder.build(0, common).min_query_len == 2
+    common.query_start_loc_cpu = torch.tensor([0, 3, 5, 9, 9])
+    assert builder.build(0, common).min_query_len == 0
 
 
 # launches of graphs

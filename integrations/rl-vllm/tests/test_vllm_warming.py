@@ -67,7 +67,10 @@ def a_layer(fused=True):
     cache = torch.randn((2, 3, PAGE, KV_HEADS, D), generator=torch.Generator().manual_seed(0)).bfloat16()
     if fused:
         table = rope_table(64, D, 1e4)
-        impl.before = Before(SimpleNamespace(rl_cos=table.cos, rl_sin=table.sin))
+        rotary = torch.nn.Module()
+        rotary.register_buffer("rl_cos", table.cos)
+        rotary.register_buffer("rl_sin", table.sin)
+        impl.before = Before(rotary)
     return SimpleNamespace(impl=impl, kv_cache=cache)
 
 

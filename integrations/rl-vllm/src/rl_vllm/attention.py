@@ -4,7 +4,8 @@ The order of addition is that of the profile's attention contract; nothing here 
 """
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -20,15 +21,18 @@ from vllm.v1.attention.backend import (
 
 import rl_attn
 from rl_contract import ContractError
+from rl_vllm.fusing import Before
 from rl_vllm.scope import active
 
 
 @dataclass
 class StrictAttentionMetadata:
-    """One batch: query_start_loc [R+1], seq_lens [R], block_table [R, blocks].
+    """One batch: query_start_loc [R+1], seq_lens [R], block_table [R, blocks]; slot_mapping and positions [T].
 
     Rows that pad a captured graph belong to no request: the last entries of query_start_loc are equal. On a GPU the
     tensors keep their addresses from step to step, as vLLM's graphs demand, and nothing looks at their values.
+
+    Made once a step, so that a layer has nothing to work out; changed by ``dataclasses.replace`` alone.
     """
 
     num_actual_tokens: int
@@ -39,6 +43,15 @@ class StrictAttentionMetadata:
     slot_mapping: torch.Tensor
     positions: torch.Tensor | None
     min_query_len: int = 0
+    batch: dict[str, Any] = field(init=False)
+    """What ``rl_attn.attention_paged`` is told about the batch."""
+
+    def __post_init__(self) -> None:
+        # vLLM's lie in buffers of more rows than the batch has
+        self.slot_mapping = _rows(self.slot_mapping, self.num_actual_tokens)
+        self.positions = None if self.positions is None else _rows(self.positions, self.num_actual_tokens)
+        names = ("query_start_loc", "seq_lens", "block_table", "max_query_len", "min_query_len")
+        self.batch = {name: getattr(self, name) for name in names}
 
 
 class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
@@ -53,8 +66,12 @@ class StrictMetadataBuilder(AttentionMetadataBuilder[StrictAttentionMetadata]):
             raise ContractError(f"attention with causal={m.causal!r} is not supported; supported: causal=True")
         return StrictAttentionMetadata(
             m.num_actual_tokens, m.max_query_len, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.slot_mapping,
-            getattr(m, "positions", None),
+            getattr(m, "positions", None), self._least_queries(m),
         )  # fmt: skip
+
+    def _least_queries(self, m: CommonAttentionMetadata) -> int:
+        """A bound from below on the queries of a request; 0 where nobody gains by one."""
+        return 0
 
 
 class StrictCPUBackend(AttentionBackend):
@@ -93,6 +110,8 @@ class StrictAttentionImpl(AttentionImpl):
     # one block per (block id, kv head) of [block_size, 2 * head_dim]
     layout = "vllm_cpu"
     kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "bfloat16")
+    # what a joined attention does to q, k and v first, see ``fusing``; elsewhere vLLM has called ``do_kv_cache_update``
+    before: Before | None = None
     _held: tuple[Any, int, rl_attn.PagedKV] | None = None
 
     def __init__(
@@ -133,6 +152,15 @@ class StrictAttentionImpl(AttentionImpl):
         self.kv_cache_dtype = kv_cache_dtype
         self.strict = active()
 
+    @cached_property
+    def _contract(self) -> dict[str, Any]:
+        """What ``rl_attn.attention_paged`` is told about the layer."""
+        settings = self.strict.profile.settings
+        return {
+            "scale": self.scale, "key_tile": settings.key_tile, "segment": settings.segment,
+            "family": settings.attention,
+        }  # fmt: skip
+
     def _cache(self, kv_cache: torch.Tensor) -> rl_attn.PagedKV:
         """The layer's cache, viewed once: it is asked for at every step and moves at most when the engine starts."""
         held = self._held
@@ -160,12 +188,6 @@ class StrictAttentionImpl(AttentionImpl):
         T = slot_mapping.shape[0]
         rl_attn.write_paged(self._cache(kv_cache), key[:T], value[:T], slot_mapping)
 
-    def _queries(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: rl_attn.PagedKV, m: StrictAttentionMetadata
-    ) -> torch.Tensor:
-        """q for attention. Its keys and values are in the cache: vLLM has called ``do_kv_cache_update``."""
-        return q
-
     def forward(
         self,
         layer: AttentionLayer,
@@ -183,23 +205,14 @@ class StrictAttentionImpl(AttentionImpl):
         # vLLM profiles memory without metadata; what lies in memory by chance must not reach the sampler's checks
         if attn_metadata is None:
             return output.zero_()
+        cache, rows = self._cache(kv_cache), output
         T = attn_metadata.num_actual_tokens
-        settings = self.strict.profile.settings
-        cache = self._cache(kv_cache)
-        rl_attn.attention_paged(
-            self._queries(_rows(query, T), _rows(key, T), _rows(value, T), cache, attn_metadata),
-            cache,
-            query_start_loc=attn_metadata.query_start_loc,
-            seq_lens=attn_metadata.seq_lens,
-            block_table=attn_metadata.block_table,
-            scale=self.scale,
-            key_tile=settings.key_tile,
-            segment=settings.segment,
-            family=settings.attention,
-            max_query_len=attn_metadata.max_query_len,
-            min_query_len=attn_metadata.min_query_len,
-            out=_rows(output, T),
-        )
+        # rows of padding, as a piecewise graph has them
+        if query.shape[0] != T:
+            query, key, value, rows = query[:T], key[:T], value[:T], output[:T]
+        if self.before is not None:
+            query = self.before(query, key, value, attn_metadata.positions, cache, attn_metadata.slot_mapping)
+        rl_attn.attention_paged(query, cache, **attn_metadata.batch, **self._contract, out=rows)
         return output
 
 

@@ -63,15 +63,19 @@ class Before:
 
     def __call__(self, q: Any, k: Any, v: Any, positions: Any, cache: Any, slot_mapping: Any) -> Any:
         """q [T, Hq, D], k and v [T, Hkv, D] as the projection left them -> q for attention; k and v at their slots."""
-        cos = self.rotary.rl_cos
+        if positions is None:
+            raise ContractError("vLLM gave no positions; start the engine with additional_config={'rl_fused': False}")
+        # an attribute of a module that is none of its own takes as long as the rest of this call
+        cos = self.rotary._buffers["rl_cos"]
         if self._table is None or self._table.cos is not cos:
-            self._table = rl_attn.RopeTable(cos, self.rotary.rl_sin)
-        norms = {}
-        if self.q_norm is not None:
-            norms = {
-                "q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight, "eps": self.q_norm.variance_epsilon
-            }  # fmt: skip
-        return rl_attn.norm_rotary_write(q, k, v, positions, self._table, cache, slot_mapping, **norms)
+            self._table = rl_attn.RopeTable(cos, self.rotary._buffers["rl_sin"])
+        if self.q_norm is None:
+            return rl_attn.norm_rotary_write(q, k, v, positions, self._table, cache, slot_mapping)
+        return rl_attn.norm_rotary_write(
+            q, k, v, positions, self._table, cache, slot_mapping,
+            q_weight=self.q_norm._parameters["weight"], k_weight=self.k_norm._parameters["weight"],
+            eps=self.q_norm.variance_epsilon,
+        )  # fmt: skip
 
 
 def fuse(model: Any) -> int:

@@ -4,15 +4,14 @@ Kernels take query starts, lengths and pages from the device and choose their la
 graph serves every batch of its shape: full graphs of mixed batches too.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 
-import rl_attn
-from rl_contract import ContractError
 from rl_vllm.attention import StrictAttentionImpl, StrictAttentionMetadata, StrictMetadataBuilder
-from rl_vllm.fusing import Before
 
 # vLLM up to 0.24 asks the backend for the shape of the cache, later ones offer layouts to choose from
 SPLIT = hasattr(AttentionBackend, "get_kv_cache_shape")
@@ -21,14 +20,12 @@ SPLIT = hasattr(AttentionBackend, "get_kv_cache_shape")
 class StrictGPUMetadataBuilder(StrictMetadataBuilder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> StrictAttentionMetadata:
-        found = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        starts = getattr(common_attn_metadata, "query_start_loc_cpu", None)
-        if starts is not None and len(starts) > 1:
-            found.min_query_len = max(0, int((starts[1:] - starts[:-1]).min()))
-        return found
+    def _least_queries(self, m: CommonAttentionMetadata) -> int:
+        starts = getattr(m, "query_start_loc_cpu", None)
+        # in a decode step every request is short
+        if m.max_query_len <= 1 or starts is None or len(starts) < 2:
+            return 0
+        return max(0, int(np.diff(starts.numpy()).min()))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> StrictAttentionMetadata:
         found = super().build_for_cudagraph_capture(common_attn_metadata)
@@ -36,24 +33,12 @@ class StrictGPUMetadataBuilder(StrictMetadataBuilder):
         # a full graph of mixed batches is captured with equal rows a request, and replayed with any number of them
         few = found.seq_lens.shape[0] < found.num_actual_tokens
         if few or mode.mixed_mode() == type(mode).FULL:
-            found.max_query_len, found.min_query_len = found.num_actual_tokens, 0
+            return replace(found, max_query_len=found.num_actual_tokens, min_query_len=0)
         return found
 
 
 class StrictGPUAttentionImpl(StrictAttentionImpl):
     layout = "vllm_split" if SPLIT else "vllm_cpu"
-    # set once the model stands, where its layers are joined; see ``fusing``
-    before: Before | None = None
-
-    def _queries(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: rl_attn.PagedKV, m: StrictAttentionMetadata
-    ) -> torch.Tensor:
-        if self.before is None:
-            return q
-        if m.positions is None:
-            raise ContractError("vLLM gave no positions; start the engine with additional_config={'rl_fused': False}")
-        T = q.shape[0]
-        return self.before(q, k, v, m.positions[:T], cache, m.slot_mapping[:T])
 
 
 class StrictGPUBackend(AttentionBackend):

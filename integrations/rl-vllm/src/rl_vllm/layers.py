@@ -47,8 +47,9 @@ class StrictLinearMethod(UnquantizedLinearMethod):
         _poison(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        # the stock method packs the weight for oneDNN and empties the parameter
-        return
+        # the stock method packs the weight for oneDNN and empties the parameter. vLLM's class of parameter, which knows
+        # how to load, has every operator that is given one call back into Python, twice a layer's projection
+        layer.weight = torch.nn.Parameter(_weight(layer).data, requires_grad=False)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return rl_gemm.column_parallel_linear(x, _weight(layer), bias)
