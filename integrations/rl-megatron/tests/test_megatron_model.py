@@ -159,7 +159,7 @@ def _reversed_row(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, leaves: i
 
 
 def _other_tiles(*args: Any, key_tile: int, segment: int, **kwargs: Any) -> Any:
-    return rl_attn.context_parallel_attention(*args, key_tile=16, segment=16, **kwargs)
+    return rl_attn.attention_packed(*args, key_tile=16, segment=16, **kwargs)
 
 
 def _norm_of_reversed(x: torch.Tensor, weight: torch.Tensor, eps: float, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def _norm_of_reversed(x: torch.Tensor, weight: torch.Tensor, eps: float, **kwarg
 
 PLANTED = [
     ("rl_gemm.row_parallel_linear", _reversed_row),
-    ("rl_attn.context_parallel_attention", _other_tiles),
+    ("rl_attn.attention_packed", _other_tiles),
     ("rl_norm.rms_norm", _norm_of_reversed),
 ]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_comm import TreeCommunicator, board, device, tree_sum
-from rl_comm.mover import Call
+from rl_comm.mover import Call, gathered_into
 from rl_contract import launches, reset_launches
 from rl_contract.testing import ThreadRank, on_ranks
 
@@ -29,6 +29,9 @@ class ThreadMover:
 
     def gather_each(self, call, payloads):
         return [self.gather(call, payload) for payload in payloads]
+
+    def gather_into(self, call, wholes):
+        gathered_into(self, self._rank.rank, call, wholes)
 
     def scatter(self, call, payload):
         return torch.stack([rows[self._rank.rank] for rows in self._rank.everyone(payload)])

@@ -144,6 +144,17 @@ def check_several_at_once(rank, world):
     for wrong, words in (([], "at least one"), ([torch.ones(2), torch.tensor(1.0)], "dim=0")):
         with pytest.raises(ContractError, match=words):
             comm.all_gather_each(wrong)
+    for each in (make(), TreeCommunicator.over({"cpu": grouped}, rank, world)):
+        wholes = [torch.full((3 * world, 5_000), torch.nan), torch.zeros(world, 7, dtype=torch.int64), torch.ones(0, 2)]
+        wholes[0][3 * rank : 3 * rank + 3] = rank + 0.5
+        wholes[1][rank] = rank
+        each.all_gather_into(wholes)
+        assert torch.equal(wholes[0], (torch.arange(world) + 0.5).repeat_interleave(3)[:, None].expand(-1, 5_000))
+        assert torch.equal(wholes[1], torch.arange(world)[:, None].expand(-1, 7))
+    for wrong, words in ((torch.ones(3, world).t(), "strides"), (torch.ones(world + 1, 2), "divide")):
+        if world > 1:
+            with pytest.raises(ContractError, match=words):
+                comm.all_gather_into([torch.ones(world), wrong])
     # the group stays usable
     assert same_bits(comm.all_gather_each([torch.ones(2), torch.zeros(1)])[1], torch.zeros(world))
 

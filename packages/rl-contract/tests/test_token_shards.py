@@ -104,9 +104,23 @@ def test_several_tensors_come_by_one_call_where_the_communicator_has_one():
         assert calls == [2]
 
 
+class Into:
+    """A communicator that fills peers' parts where they lie."""
+
+    def __init__(self, comm):
+        self.rank, self.world_size, self.all_gather, self.filled = comm.rank, comm.world_size, comm.all_gather, 0
+
+    def all_gather_into(self, wholes):
+        self.filled += len(wholes)
+        for whole in wholes:
+            assert whole.is_contiguous()
+            whole.copy_(self.all_gather(whole.chunk(self.world_size)[self.rank], dim=0))
+
+
+@pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("most", [1, 40, 1 << 26])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_layout_shares_that_wait_are_whole_after_they_are_settled(monkeypatch, world, most):
+def test_layout_shares_that_wait_are_whole_after_they_are_settled(monkeypatch, world, most, into):
     """Sizes that ranks do not divide, several additions, and one that every rank makes to all rows meanwhile."""
     monkeypatch.setattr(rl_contract.shares, "MOST_ELEMENTS", most)
     g = torch.Generator().manual_seed(0)
@@ -116,6 +130,7 @@ def test_layout_shares_that_wait_are_whole_after_they_are_settled(monkeypatch, w
     places = [torch.arange(4 * r, 4 * r + 4) for r in range(world)]
 
     def rank(comm):
+        comm = Into(comm) if into else comm
         later, totals = LaterShares(comm), [x.clone() for x in begun]
         shards = TokenShards(comm, places, later=later)
         for number in range(3):
@@ -126,6 +141,7 @@ def test_layout_shares_that_wait_are_whole_after_they_are_settled(monkeypatch, w
                     shards.add_weight_grad(total, lambda part, a, b, adds=adds, n=number: part.add_(adds[n][a:b]))
         later.settle()
         found = [total.clone() for total in totals]
+        assert not into or comm.filled == sum(len(total) % world == 0 for total in totals)
         # forgotten ones are left alone
         shards.add_weight_grad(totals[0], lambda part, a, b: part.add_(comm.rank + 1.0))
         later.clear()

@@ -162,26 +162,20 @@ class StrictCoreAttention(torch.nn.Module):
                 "strict attention takes packed sequences without mask or bias; build them with rl_megatron.PackedBatch"
             )
         q, k = rl_attn.rotary(query, key, packed_seq_params.positions, self.table)
-        cu_seqlens, tiles = packed_seq_params.cu_seqlens_q, (self.settings.key_tile, self.settings.segment)
-        if self.settings.attention == "nosplit":
-            # no context parallel form: ModelConfig.check has refused that cut
-            whole: Any = rl_attn.attention_packed(
-                q, k, value, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, scale=self.scale, key_tile=tiles[0],
-                segment=tiles[1], family="nosplit",
+        cu_seqlens, tiles = packed_seq_params.cu_seqlens_q, self.settings
+        comm = topology.communicator(self._cp_group)
+        # "nosplit" has no context parallel form: ModelConfig.check has refused that cut
+        if comm.world_size == 1 or tiles.attention == "nosplit":
+            out: Any = rl_attn.attention_packed(
+                q, k, value, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, scale=self.scale,
+                key_tile=tiles.key_tile, segment=tiles.segment, family=tiles.attention,
             )  # fmt: skip
-            return whole.reshape(whole.shape[0], -1)
-        out: Any = rl_attn.context_parallel_attention(
-            q,
-            k,
-            value,
-            cu_seqlens=cu_seqlens,
-            layout=packed_seq_params.batch.layout,
-            comm=topology.communicator(self._cp_group),
-            scale=self.scale,
-            key_tile=tiles[0],
-            segment=tiles[1],
-        )
-        return out.reshape(out.shape[0], -1)
+        else:
+            out = rl_attn.context_parallel_attention(
+                q, k, value, cu_seqlens=cu_seqlens, layout=packed_seq_params.batch.layout, comm=comm, scale=self.scale,
+                key_tile=tiles.key_tile, segment=tiles.segment,
+            )  # fmt: skip
+        return out.flatten(1)
 
 
 def residual_add(training: bool, fused: bool) -> Any:

@@ -13,7 +13,7 @@ from rl_comm import board
 from rl_comm.agreement import check_alike
 from rl_comm.device import NcclMover, StagedMover
 from rl_comm.mover import Call, GlooMover, Mover
-from rl_comm.refusals import each_problem, fits_op, no_group, unmovable, unusable
+from rl_comm.refusals import each_problem, fits_op, no_group, parts_problem, unmovable, unusable
 from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
@@ -100,7 +100,7 @@ class TreeCommunicator:
             unusable(transport, two_shot_bytes, timeout_s, identity, backends) or no_group(host_group),
         )
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
-        on_gpu: Mover = StagedMover(on_cpu)
+        on_gpu: Mover = StagedMover(on_cpu, rank)
         if "nccl" in backends and world_size > 1:
             on_gpu = NcclMover(group, rank, world_size, board.make(gloo, timeout_s))
         self._assemble(rank, world_size, {"cpu": on_cpu, "cuda": on_gpu}, two_shot_bytes)
@@ -203,6 +203,27 @@ class TreeCommunicator:
             part.reshape(-1).view(x.dtype).reshape(self.world_size * x.shape[0], *x.shape[1:])
             for part, x in zip(rows, tensors)
         ]
+
+    def all_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Fill the parts of peers in each tensor, in place, from their own; agreed on and launched as one call.
+
+        Args:
+            wholes: at least one, on one device, contiguous; rank r's part are the r-th of ``world_size`` equal runs of
+                rows, of which this rank's own is sent and the others are overwritten.
+
+        Raises:
+            ContractError: on every rank, as ``all_gather_each``, and where a tensor is not contiguous or ranks do not
+                divide its rows; nothing is written.
+            MissingSupport: as ``all_gather_each``.
+        """
+        wholes = list(wholes)
+        first, *others = [self._call("all_gather", x) for x in wholes] or [self._call("all_gather", None)]
+        call = replace(first, beside=tuple(others)) if others else first
+        self._refuse(call, each_problem([first, *others], wholes) or parts_problem(wholes, self.world_size))
+        if self.world_size > 1:
+            rows = [row_major_bytes(x).view(self.world_size, -1) for x in wholes if x.numel()]
+            self._mover(wholes[0]).gather_into(call, rows)
+            self._record("all_gather", "bytes", wholes[0])
 
     def broadcast(self, x: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """The bytes of rank ``source``'s ``x``, on every rank; ``x`` itself is not written."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rl_comm.board import Board, Signatures
-from rl_comm.mover import Call, Mover
+from rl_comm.mover import Call, Mover, gathered_into
 
 
 class NcclMover:
@@ -38,11 +38,21 @@ class NcclMover:
         if not call.agreed:
             self._agreement.agree(call)
         out = [payload.new_empty(self.world_size, payload.numel()) for payload in payloads]
-        moved = [(whole.view(-1), payload) for whole, payload in zip(out, payloads) if payload.numel()]
+        self._launch(list(zip(out, payloads)))
+        return out
+
+    def gather_into(self, call: Call, wholes: list[torch.Tensor]) -> None:
+        """Peers' rows of each uint8 [world_size, n], of which this rank's own is filled; nothing is copied beside."""
+        if not call.agreed:
+            self._agreement.agree(call)
+        self._launch([(whole, whole[self.rank]) for whole in wholes])
+
+    def _launch(self, moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Each (whole [world_size, n], payload [n]), all in one launch."""
+        moved = [(whole.view(-1), payload) for whole, payload in moved if payload.numel()]
         with dist._coalescing_manager(group=self.group) if len(moved) > 1 else nullcontext():
             for whole, payload in moved:
                 dist.all_gather_into_tensor(whole, payload, group=self.group)
-        return out
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""
@@ -70,8 +80,8 @@ class NcclMover:
 class StagedMover:
     """A GPU's bytes through the host's mover, for ranks that share a GPU. Waits for the device."""
 
-    def __init__(self, host: Mover) -> None:
-        self._host = host
+    def __init__(self, host: Mover, rank: int) -> None:
+        self._host, self._rank = host, rank
         self.name = f"staged-{host.name}"
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
@@ -82,6 +92,9 @@ class StagedMover:
             rows.to(payload.device)
             for rows, payload in zip(self._host.gather_each(call, [x.cpu() for x in payloads]), payloads)
         ]
+
+    def gather_into(self, call: Call, wholes: list[torch.Tensor]) -> None:
+        gathered_into(self, self._rank, call, wholes)
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         return self._host.scatter(call, payload.cpu()).to(payload.device)

@@ -100,6 +100,8 @@ class Mover(Protocol):
 
     def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]: ...
 
+    def gather_into(self, call: Call, wholes: list[torch.Tensor]) -> None: ...
+
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor: ...
 
     def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor: ...
@@ -109,6 +111,14 @@ def gathered_as_one(mover: Mover, call: Call, payloads: list[torch.Tensor]) -> l
     """``gather`` of each payload by one gather of all; for memory in which copies cost less than calls."""
     rows = mover.gather(call, torch.cat(payloads))
     return list(rows.split([payload.numel() for payload in payloads], dim=1))
+
+
+def gathered_into(mover: Mover, rank: int, call: Call, wholes: list[torch.Tensor]) -> None:
+    """Row ``rank`` of each uint8 [world_size, n] goes to the peers, theirs into the other rows, by ``gather_each``."""
+    for whole, rows in zip(wholes, mover.gather_each(call, [whole[rank] for whole in wholes])):
+        for peer, theirs in enumerate(rows):
+            if peer != rank:
+                whole[peer].copy_(theirs)
 
 
 class GlooMover:
@@ -133,6 +143,10 @@ class GlooMover:
     def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """``gather`` of each payload, in one call."""
         return gathered_as_one(self, call, payloads)
+
+    def gather_into(self, call: Call, wholes: list[torch.Tensor]) -> None:
+        """Peers' rows of each uint8 [world_size, n], of which this rank's own is filled."""
+        gathered_into(self, self.rank, call, wholes)
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""

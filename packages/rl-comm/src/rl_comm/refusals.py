@@ -38,11 +38,23 @@ def unmovable(call: Call, x: torch.Tensor) -> Exception | None:
 
 def each_problem(calls: list[Call], tensors: list[torch.Tensor]) -> Exception | None:
     if not tensors:
-        return ContractError("all_gather_each got no tensor, supported: at least one")
+        return ContractError("a gather of several tensors got none, supported: at least one")
     problems = [unmovable(call, x) or dim_problem(x, 0) for call, x in zip(calls, tensors)]
     if len({call.device for call in calls}) > 1:
-        problems.append(ContractError("all_gather_each got tensors on several devices, supported: one; move them"))
+        problems.append(
+            ContractError("a gather of several tensors got them on several devices, supported: one; move them")
+        )
     return next((problem for problem in problems if problem is not None), None)
+
+
+def parts_problem(wholes: list[torch.Tensor], world_size: int) -> Exception | None:
+    odd = next((x for x in wholes if not x.is_contiguous() or len(x) % world_size), None)
+    if odd is None:
+        return None
+    return ContractError(
+        f"all_gather_into got a tensor {tuple(odd.shape)} with strides {odd.stride()}, supported: contiguous, with "
+        f"rows that {world_size} ranks divide; gather the parts instead"
+    )
 
 
 def no_group(host_group: Any) -> Exception | None:

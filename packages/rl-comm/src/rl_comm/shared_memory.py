@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_headers, gathered_as_one
+from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_headers, gathered_as_one, gathered_into
 from rl_contract import MissingSupport
 
 SLOT_BYTES = 1 << 18
@@ -182,6 +182,10 @@ class SharedMemoryMover:
     def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """``gather`` of each payload, in one call."""
         return gathered_as_one(self, call, payloads)
+
+    def gather_into(self, call: Call, wholes: list[torch.Tensor]) -> None:
+        """Peers' rows of each uint8 [world_size, n], of which this rank's own is filled."""
+        gathered_into(self, self.rank, call, wholes)
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""

@@ -3,14 +3,15 @@
 Nothing is added here: a row's owner has it whole, and its peers take its bytes over.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from rl_contract.communicator import Communicator, gather_each
 
-# how many elements are gathered at once
+# how many elements are gathered at once, and how many tensors are filled in one call
 MOST_ELEMENTS = 1 << 26
+MOST_TENSORS = 32
 
 # a gradient, and the rows of each rank's share that are meant
 _Piece = tuple[torch.Tensor, int, int]
@@ -23,8 +24,18 @@ def shares(size: int, world: int) -> tuple[list[int], int]:
 
 
 def take_over(comm: Communicator, totals: Iterable[torch.Tensor]) -> None:
-    """Every rank's rows of each of ``totals``, in place, from this rank's own; the same totals on every rank."""
-    for group in _groups(totals, comm.world_size):
+    """Every rank's rows of each of ``totals``, in place, from this rank's own; the same totals on every rank.
+
+    Where ranks divide the rows and ``comm`` has ``all_gather_into``, peers write theirs where they belong.
+    """
+    into: Callable[[Sequence[torch.Tensor]], None] | None = getattr(comm, "all_gather_into", None)
+    totals = list(totals)
+    even = [x for x in totals if into is not None and len(x) % comm.world_size == 0 and x.is_contiguous()]
+    for begin in range(0, len(even), MOST_TENSORS):
+        assert into is not None
+        into(even[begin : begin + MOST_TENSORS])
+    placed = set(map(id, even))
+    for group in _groups([x for x in totals if id(x) not in placed], comm.world_size):
         owned = [_rows(total, comm.rank, begin, end, comm.world_size) for total, begin, end in group]
         for (total, begin, end), every in zip(group, gather_each(comm, owned)):
             for rank, theirs in enumerate(every.split(end - begin)):
