@@ -50,8 +50,11 @@ def profile(checkpoint):
 
 @pytest.fixture(scope="module")
 def strict(checkpoint, profile):
-    with engine(profile, checkpoint, max_num_batched_tokens=2048, max_num_seqs=40) as llm:
-        yield llm
+    # so that a test may run a function of its own in the worker
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        with engine(profile, checkpoint, max_num_batched_tokens=2048, max_num_seqs=40) as llm:
+            yield llm
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +123,39 @@ def test_batch_alone_equals_among_33_mates(strict, cold):
     )
     assert_same([together[20]], [cold[0][6]])
     assert_same(generate(strict, [PROMPTS[6]], [PARAMS[6]]), [cold[0][6]])
+
+
+def test_what_a_gpu_worker_runs_before_it_serves_leaves_an_engine_as_it_was(strict, cold):
+    def warmed(worker):
+        """A GPU worker's warm-up, on this one."""
+        from unittest import mock
+
+        from rl_vllm import warming
+        from rl_vllm.config import profile_of
+        from rl_vllm.gpu_sampling import Draws
+
+        worker._draws = Draws(profile_of(worker.vllm_config), torch.device("cpu"))
+        caches = [x.kv_cache for x in worker.vllm_config.compilation_config.static_forward_context.values()]
+        before = [x.clone() for x in caches]
+        served = mock.Mock(side_effect=warming.attention)
+        with (
+            mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, empty_cache=mock.DEFAULT),
+            mock.patch.multiple(warming, forward_sizes=lambda config: [16, 100], attention=served),
+            mock.patch("gc.freeze"),
+        ):
+            warming.warm(worker)
+        worker.rl_reset_launches()
+        same = all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(caches, before))
+        return served.call_count, len(served.call_args.args[2]), int(worker._draws._bad), same
+
+    ((calls, batches, bad, same),) = strict.collective_rpc(warmed)
+    assert calls == 1
+    assert batches > 100
+    assert bad == 0
+    assert same
+    assert rl_vllm.report(strict)[0]["launches"] == []
+    outputs = raw_generate(strict, PROMPTS, PARAMS)
+    assert_same([tokens_and_logprobs(o) for o in outputs], cold[0])
 
 
 @pytest.mark.field_report("R26")

@@ -15,7 +15,7 @@ SIZES = [1, 8, 64, 72, 256, 512]
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
-def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1):
+def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1, longest=4096):
     """vLLM's own, as far as it chooses graphs."""
 
     class Manager(cudagraph_utils.CudaGraphManager):
@@ -24,7 +24,10 @@ def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1):
     made = Manager.__new__(Manager)
     parallel = SimpleNamespace(data_parallel_size=dp)
     made.vllm_config = SimpleNamespace(
-        parallel_config=parallel, speculative_config=None, cache_config=SimpleNamespace(use_kda_recoverssm=False)
+        parallel_config=parallel,
+        speculative_config=None,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        model_config=SimpleNamespace(max_model_len=longest),
     )
     made.compilation_config = SimpleNamespace(cudagraph_capture_sizes=SIZES, max_cudagraph_capture_size=max(SIZES))
     made.max_num_reqs, made.cudagraph_mode, made.decode_query_len = 256, mode, 1
@@ -75,6 +78,15 @@ def test_every_graph_that_serves_is_captured_once_the_largest_first():
     assert {d for descs in made._candidates.values() for d in descs} == everything
     # the builder tells a graph of mixed batches by its requests being fewer than its tokens
     assert all(d.num_reqs < d.num_tokens for d in captured if d.uniform_token_count is None)
+
+
+def test_no_graph_has_more_tokens_than_its_requests_can_have():
+    made = manager(longest=100)
+    assert prefill_graphs.extend(made) == 4
+    captured = {(d.num_tokens, d.num_reqs) for d in made._capture_descs[FULL] if d.uniform_token_count is None}
+    assert captured == {(64, 1), (64, 8), (256, 8), (512, 8)}
+    # one of more requests serves
+    assert served(made, 1, 100) == (FULL, 256, 8)
 
 
 @pytest.mark.parametrize("given", [{"mode": FULL}, {"mode": PIECEWISE}, {"dp": 2}])

@@ -37,6 +37,9 @@ def test_forward_passes_fill_what_lies_between_captured_sizes_and_the_largest_st
     assert warming.forward_sizes(settings(eager=True)) == [1 << k for k in range(11)]
     assert warming.forward_sizes(settings(mode=0, max_num_batched_tokens=5)) == [1, 2, 4]
     assert warming.forward_sizes(settings(sizes=None, max_num_batched_tokens=3)) == [1, 2]
+    # vLLM's dummy requests share the tokens, and the last has the rest; a block table here has room for 1,000
+    assert warming.forward_sizes(settings(max_num_batched_tokens=8000, max_num_seqs=2)) == [1024]
+    assert warming.forward_sizes(settings(max_num_batched_tokens=8000, max_num_seqs=1)) == []
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 100, 256])
@@ -157,7 +160,7 @@ def test_a_worker_that_has_warmed_up_has_counted_no_launch_and_no_draw(monkeypat
     monkeypatch.setattr(warming.gc, "freeze", lambda: order.append("freeze"))
     monkeypatch.setattr(warming.gc, "collect", lambda: None)
     worker = gpu_worker.StrictGPUWorker.__new__(gpu_worker.StrictGPUWorker)
-    worker.model_runner, worker.vllm_config, worker.use_v2_model_runner = Runner(), settings(max_num_seqs=1), False
+    worker.model_runner, worker.vllm_config, worker.use_v2_model_runner = Runner(), settings(), False
     worker._draws = SimpleNamespace(forget=lambda: order.append("forget"), device=torch.device("cpu"))
     monkeypatch.setattr(gpu_worker.Worker, "compile_or_warm_up_model", lambda self: order.append("vLLM") or "times")
     reset_launches()

@@ -32,11 +32,14 @@ def extend(manager: Any) -> int:
     # graphs of mixed batches: these ones, or a later vLLM's of decodes of unequal lengths
     if any(desc.uniform_token_count is None for desc in captured[full]):
         return 0
+    # vLLM captures with as many keys as queries, and a request's block table has room for no more than this
+    longest = manager.vllm_config.model_config.max_model_len
     made = [
         replace(desc, cg_mode=full, num_reqs=requests)
         for desc in captured[piecewise]
         for requests in REQUESTS
-        if desc.num_tokens % STEP == 0 and requests < desc.num_tokens and not desc.num_active_loras
+        if desc.num_tokens % STEP == 0 and requests < desc.num_tokens <= requests * longest
+        if not desc.num_active_loras
     ]
     # the first capture makes the buffer of hidden states that all share, so the most tokens come first
     captured[full].extend(made)

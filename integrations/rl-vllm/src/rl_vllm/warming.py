@@ -75,12 +75,16 @@ def _unwatched() -> Iterator[None]:
 
 
 def forward_sizes(config: Any) -> list[int]:
-    """Numbers of tokens, powers of two, between the largest captured and the most of a step, which vLLM has run."""
-    compilation = config.compilation_config
-    graphs = not config.model_config.enforce_eager and bool(compilation.cudagraph_mode)
+    """Numbers of tokens, powers of two, between the largest captured and the most of a step, which vLLM has run.
+
+    None at which a request of vLLM's dummy batch is longer than its block table has room for.
+    """
+    compilation, scheduler, model = config.compilation_config, config.scheduler_config, config.model_config
+    graphs = not model.enforce_eager and bool(compilation.cudagraph_mode)
     captured = max(compilation.cudagraph_capture_sizes or (), default=0) if graphs else 0
-    most = config.scheduler_config.max_num_batched_tokens
-    return [size for size in _powers(most) if captured < size < most]
+    most = scheduler.max_num_batched_tokens
+    sizes = [size for size in _powers(most) if captured < size < most]
+    return [size for size in sizes if sum(divmod(size, min(size, scheduler.max_num_seqs))) <= model.max_model_len]
 
 
 def _powers(most: int) -> list[int]:
