@@ -1,10 +1,12 @@
 """The public functions: argument checks, then the ops."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from rl_attn import gpu, metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
+from rl_attn import eager, gpu, metadata, nosplit, ops, ops_backward  # noqa: F401  registers the gradient of ops.packed
+from rl_attn.calls import looks, right
 from rl_attn.checks import (
     check_call,
     refuse_variants,
@@ -22,6 +24,10 @@ from rl_attn.rope import RopeTable
 from rl_contract import ContractError, memory
 from rl_contract.checks import require_tensor, whole_number
 from rl_contract.profile import KEY_TILE, SEGMENT
+from rl_contract.triton_launch import keep
+
+# types of attention_paged's scale, key_tile, segment, family, max_query_len, min_query_len; others are looked at anew
+_PLAIN = ((float, int, int, str, int, int), (float, int, int, str, type(None), int))
 
 
 def segments_of(length: int, segment: int = SEGMENT) -> int:
@@ -52,6 +58,12 @@ def rotary(
         ContractError: shapes, dtypes, or a position outside the table.
         MissingSupport: a device without kernels.
     """
+    key = None
+    if type(table) is RopeTable and gpu.direct(q, k, positions):
+        cos, sin = table.on(q.device)
+        key = ("rotary", cos.shape, *looks(q, k, positions))
+        if key in right:
+            return eager.rotary(q, k, positions, cos, sin)
     require_kind("rotary", "table", table, RopeTable, "build it with rope_table")
     require_device("rotary", q, k, positions)
     require_dtype("rotary", q=q, k=k)
@@ -64,7 +76,10 @@ def rotary(
     if table.rotary_dim > q.shape[2]:
         raise ContractError(f"rotary got rotary_dim={table.rotary_dim} for head_dim={q.shape[2]}; build another table")
     cos, sin = table.on(q.device)
-    return ops.rotary(q, k, positions, cos, sin, False)
+    if key is None:
+        return ops.rotary(q, k, positions, cos, sin, False)  # type: ignore[no-any-return]
+    keep(right, key, None)
+    return eager.rotary(q, k, positions, cos, sin)
 
 
 def attention_packed(
@@ -105,22 +120,50 @@ def attention_packed(
         MissingSupport: a device without kernels.
     """
     where = "attention_packed"
-    check_call(where, q, k, v, scale, key_tile, segment, variants)
-    require_family(where, family)
-    explicit = positions is not None
+    plain = type(scale) is float and type(key_tile) is int and type(segment) is int
+    plain = plain and type(family) is str and not variants
+    direct = plain and gpu.direct(q, k, v)
+    key = (where, scale, key_tile, segment, family, *looks(q, k, v)) if direct else None
+    if key is None or key not in right:
+        check_call(where, q, k, v, scale, key_tile, segment, variants)
+        require_family(where, family)
+        if key is not None:
+            keep(right, key, None)
+    if family == "nosplit" and positions is not None:
+        raise ContractError(f"{where} got positions with family 'nosplit'; leave them out, or use 'segments'")
+    if direct:
+        batch = metadata.on_device(where, q, k, cu_seqlens_q, cu_seqlens_k, positions)
+        run = partial(_by_library, scale) if family == "nosplit" else partial(_by_kernels, scale, key_tile, segment)
+        out, lse = eager.attention(q, k, v, batch, scale, run)
+        return (out, lse) if return_lse else out
     if q.is_cuda:
-        cu_seqlens_q, cu_seqlens_k, positions = metadata.on_device(where, q, k, cu_seqlens_q, cu_seqlens_k, positions)
+        batch = metadata.on_device(where, q, k, cu_seqlens_q, cu_seqlens_k, positions)
+        rest: Any = (batch.cu_q, batch.cu_k, batch.positions, float(scale))
     else:
         require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
         require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
-        positions = metadata.checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
+        at = metadata.checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
+        rest = (cu_seqlens_q, cu_seqlens_k, at, float(scale))
     if family == "nosplit":
-        if explicit:
-            raise ContractError(f"{where} got positions with family 'nosplit'; leave them out, or use 'segments'")
-        out, lse = nosplit.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, float(scale))
-        return (out, lse.detach()) if return_lse else out
-    out, lse = ops.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, positions, float(scale), key_tile, segment)
+        out, lse = nosplit.packed(q, k, v, *rest)
+    else:
+        out, lse = ops.packed(q, k, v, *rest, key_tile, segment)
     return (out, lse.detach()) if return_lse else out
+
+
+def _by_library(
+    scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: metadata.Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = nosplit.packed(
+        q, k, v, batch.cu_q, batch.cu_k, batch.positions, scale, eager=True
+    )
+    return found
+
+
+def _by_kernels(
+    scale: float, key_tile: int, segment: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: metadata.Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return gpu.packed(q, k, v, batch.cu_q, batch.cu_k, batch.positions, scale, key_tile, segment)
 
 
 def attention_paged(
@@ -166,9 +209,42 @@ def attention_paged(
         MissingSupport: a device without kernels.
     """
     where = "attention_paged"
-    refuse_variants(where, variants)
-    require_family(where, family)
-    require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
+    numbers = (scale, key_tile, segment, family, max_query_len, min_query_len)
+    key = None
+    if type(cache) is PagedKV and not variants and tuple(map(type, numbers)) in _PLAIN:
+        indices = (query_start_loc, seq_lens, block_table)
+        if gpu.direct(q, cache.k, *indices):
+            key = (where, numbers, *looks(q, cache.k, *indices))
+    if key is None or key not in right:
+        refuse_variants(where, variants)
+        require_family(where, family)
+        require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
+        require_tiles(where, scale, key_tile, segment)
+        _check_paged(where, q, cache, query_start_loc, seq_lens, block_table, max_query_len, min_query_len)
+        if key is not None:
+            keep(right, key, None)
+    if out is not None:
+        _require_out(where, q, cache, out)
+    if family == "nosplit":
+        found, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale), max_query_len)
+        found = found if out is None else out.copy_(found)
+        return (found, lse) if return_lse else found
+    rest = (query_start_loc, seq_lens, block_table, float(scale), key_tile, segment, max_query_len)
+    if key is not None or gpu.direct(q):
+        out, lse = gpu.paged(
+            q, cache.k, cache.v, *rest[:-1], most_rows=max_query_len, least_rows=min_query_len, out=out
+        )
+    elif out is None:
+        out, lse = ops.paged(q, cache.k, cache.v, *rest)
+    else:
+        lse = ops.paged_into(out, q, cache.k, cache.v, *rest)
+    return (out, lse) if return_lse else out
+
+
+def _check_paged(
+    where: str, q: torch.Tensor, cache: PagedKV, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    block_table: torch.Tensor, max_query_len: int | None, min_query_len: int,
+) -> None:  # fmt: skip
     require_device(where, q, cache.k, block_table)
     require_dtype(where, q=q, cache=cache.k)
     if q.dim() != 3 or q.shape[2] != cache.head_dim:
@@ -176,7 +252,6 @@ def attention_paged(
             f"{where} got q {tuple(q.shape)} for a cache of head_dim {cache.head_dim}; supported: [Tq, Hq, D]"
         )
     require_heads(where, q.shape[1], cache.num_kv_heads, cache.head_dim)
-    require_tiles(where, scale, key_tile, segment)
     require_indices(where, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
     requests = seq_lens.numel()
     tables = block_table.dim() == 2 and block_table.shape[0] == requests
@@ -194,22 +269,6 @@ def attention_paged(
         raise ContractError(
             f"{where} got min_query_len={min_query_len!r}; supported: an integer from 0, the least queries of any"
         )
-    if out is not None:
-        _require_out(where, q, cache, out)
-    if family == "nosplit":
-        found, lse = nosplit.paged(q, cache, query_start_loc, seq_lens, block_table, float(scale), max_query_len)
-        found = found if out is None else out.copy_(found)
-        return (found, lse) if return_lse else found
-    rest = (query_start_loc, seq_lens, block_table, float(scale), key_tile, segment, max_query_len)
-    if gpu.direct(q):
-        out, lse = gpu.paged(
-            q, cache.k, cache.v, *rest[:-1], most_rows=max_query_len, least_rows=min_query_len, out=out
-        )
-    elif out is None:
-        out, lse = ops.paged(q, cache.k, cache.v, *rest)
-    else:
-        lse = ops.paged_into(out, q, cache.k, cache.v, *rest)
-    return (out, lse) if return_lse else out
 
 
 def _require_out(where: str, q: torch.Tensor, cache: PagedKV, out: torch.Tensor) -> None:
@@ -243,6 +302,23 @@ def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: 
         ContractError: shapes, dtypes, or a slot beyond the cache; nothing is written then.
     """
     where = "write_paged"
+    key = None
+    if type(cache) is PagedKV and gpu.direct(k, v, slot_mapping, cache.k, cache.v):
+        key = (where, *looks(k, v, slot_mapping, cache.k))
+    if key is None or key not in right:
+        _check_write(where, cache, k, v, slot_mapping)
+        if key is not None:
+            keep(right, key, None)
+    cache.refuse_overlap(where, k=k, v=v)
+    if key is None:
+        ops.write(cache.k, cache.v, k.detach(), v.detach(), slot_mapping)
+    else:
+        eager.write(cache.k, cache.v, k, v, slot_mapping)
+
+
+def _check_write(
+    where: str, cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:  # fmt: skip
     require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
     require_device(where, cache.k, k, v, slot_mapping)
     require_dtype(where, k=k, v=v, cache=cache.k)
@@ -253,5 +329,3 @@ def write_paged(cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: 
             f"{where} got k {tuple(k.shape)}, v {tuple(v.shape)}, slot_mapping {tuple(slot_mapping.shape)}; supported: "
             f"{expected} and [{expected[0]}]"
         )
-    cache.refuse_overlap(where, k=k, v=v)
-    ops.write(cache.k, cache.v, k.detach(), v.detach(), slot_mapping)

@@ -10,12 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
+from rl_attn import gpu, gpu_backward, ops, ops_backward
 from rl_attn.attention import attention_packed
+from rl_attn.calls import ByTensor
 from rl_attn.checks import check_call, require_cu_seqlens, require_family, require_indices
-from rl_attn.ops import packed
-from rl_attn.ops_backward import grad_keys, grad_queries, positions_of_all_keys, row_delta
+from rl_attn.metadata import positions_of_all_keys
 from rl_contract import Communicator, ContractError
 from rl_contract.checks import require_tensor, whole_number
 from rl_contract.communicator import gather_each
@@ -128,7 +128,7 @@ class _Cut:
 
 
 # by cu_seqlens; a training step hands the same tensor to every layer
-_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_seen: ByTensor[tuple[Any, _Cut]] = ByTensor()
 
 
 def _cut(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str, device: torch.device) -> _Cut:
@@ -136,15 +136,13 @@ def _cut(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str, device: t
     key = (cu_seqlens._version, rank, world, layout, device)
     known = _seen.get(cu_seqlens)
     if known is not None and known[0] == key:
-        cut: _Cut = known[1]
-        return cut
-    held = cu_seqlens.cpu().long()
+        return known[1]
+    # a copy, since an entry that holds its own tensor never goes
+    held = cu_seqlens.cpu().long().clone()
     rows = [cp_rows(held, r, world, layout) for r in range(world)]
     every = positions_of_all_keys(held, int(held[-1]))
     values = (held, held // world, every[rows[rank]], every, torch.cat(rows).argsort())
-    cut = _Cut(*(to_device(x, device) for x in values))
-    _seen[cu_seqlens] = (key, cut)
-    return cut
+    return _seen.keep(cu_seqlens, (key, _Cut(*(to_device(x, device) for x in values))))[1]
 
 
 class _ContextParallel(torch.autograd.Function):
@@ -153,6 +151,7 @@ class _ContextParallel(torch.autograd.Function):
         ctx: Any, q: Any, k: Any, v: Any, cut: Any, comm: Any, scale: Any, key_tile: Any, segment: Any
     ) -> Any:  # fmt: skip
         every_k, every_v = _gather(comm, cut.order, k, v)
+        packed = gpu.packed if gpu.direct(q, every_k, every_v) else ops.packed
         out, lse = packed(q, every_k, every_v, cut.cu_local, cut.cu, cut.positions, scale, key_tile, segment)
         # the gathered keys are not kept: only this rank's share stays until the backward
         ctx.save_for_backward(q, k, v, out, lse)
@@ -165,16 +164,17 @@ class _ContextParallel(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         cut, comm, scale = ctx.cut, ctx.comm, ctx.scale
         grad_out = grads[0]
-        delta = row_delta(grad_out, out)
+        kernels: Any = gpu_backward if not torch.is_grad_enabled() and gpu.direct(grad_out) else ops_backward
+        delta = kernels.row_delta(grad_out, out)
         # every rank takes part in every gather, whatever its own inputs need
         every_k, every_v, every_grad, every_q, every_lse, every_delta = _gather(
             comm, cut.order, k, v, grad_out, q, lse, delta
         )
-        dq = grad_queries(
+        dq = kernels.grad_queries(
             grad_out, q, every_k, every_v, lse, delta, cut.cu_local, cut.cu, cut.positions, scale
         )  # fmt: skip
         del every_k, every_v
-        dk, dv = grad_keys(
+        dk, dv = kernels.grad_keys(
             every_grad, every_q, k, v, every_lse, every_delta, cut.cu, cut.cu_local, cut.every_position, cut.positions,
             scale,
         )  # fmt: skip

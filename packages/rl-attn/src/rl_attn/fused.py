@@ -4,18 +4,18 @@ Same bits as the three operators one after the other, contracts ``norm`` (of ``r
 output is rounded to the model's type before it is rotated, and the cache receives what the rotation has rounded.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from torch import Tensor
 
 from rl_attn import cpu_rotary, gpu, gpu_rotary, ops
+from rl_attn.calls import looks, right
 from rl_attn.checks import require_device, require_dtype, require_heads, require_indices, require_kind
 from rl_attn.paged import PagedKV
 from rl_attn.rope import RopeTable
 from rl_contract import ContractError, Launch, record_launch
 from rl_contract.checks import require_tensor
 from rl_contract.opaque import opaque_op
+from rl_contract.triton_launch import keep
 
 
 @opaque_op("rl_attn::norm_rotary_write", mutates_args=("k_cache", "v_cache"))
@@ -86,6 +86,33 @@ def norm_rotary_write(
         MissingSupport: a device without kernels.
     """
     where = "norm_rotary_write"
+    plain = type(table) is RopeTable and type(cache) is PagedKV
+    direct = plain and gpu.direct(q, k, v, cache.k, positions, slot_mapping)
+    weights = [x for x in (q_weight, k_weight) if x is not None]
+    key = None
+    if direct and type(eps) in (float, type(None)) and all(isinstance(x, Tensor) for x in weights):
+        key = (where, eps, q_weight is None, k_weight is None, table.on(q.device)[0].shape,
+               *looks(q, k, v, cache.k, positions, slot_mapping, *weights))  # fmt: skip
+    if key is None or key not in right:
+        _check(where, q, k, v, positions, table, cache, slot_mapping, q_weight, k_weight, eps)
+        if key is not None:
+            keep(right, key, None)
+    if not q.is_cuda and q.shape[0]:
+        _check_values(where, positions, table.max_positions, slot_mapping, cache.num_blocks * cache.block_size)
+    cache.refuse_overlap(where, q=q, k=k, v=v)
+    cos, sin = table.on(q.device)
+    rest = (float(eps or 0.0), positions, cos, sin, cache.k, cache.v, slot_mapping)
+    if direct:
+        return _launch(q, k, v, q_weight, k_weight, *rest)
+    both = (None, None) if q_weight is None or k_weight is None else (q_weight.detach(), k_weight.detach())
+    found: Tensor = norm_rotary_write_op(q.detach(), k.detach(), v.detach(), *both, *rest)
+    return found
+
+
+def _check(
+    where: str, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: RopeTable, cache: PagedKV,
+    slot_mapping: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float | None,
+) -> None:  # fmt: skip
     require_kind(where, "table", table, RopeTable, "build it with rope_table")
     require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
     require_device(where, q, k, v, positions, cache.k, slot_mapping)
@@ -109,16 +136,6 @@ def norm_rotary_write(
             f"{where} got rotary_dim={table.rotary_dim} for head_dim={cache.head_dim}; build another table"
         )
     _check_norm(where, q, q_weight, k_weight, eps)
-    if not q.is_cuda and tokens:
-        _check_values(where, positions, table.max_positions, slot_mapping, cache.num_blocks * cache.block_size)
-    cache.refuse_overlap(where, q=q, k=k, v=v)
-    cos, sin = table.on(q.device)
-    weights = (None, None) if q_weight is None or k_weight is None else (q_weight.detach(), k_weight.detach())
-    run: Callable[..., Tensor] = _launch if gpu.direct(q) else norm_rotary_write_op
-    return run(
-        q.detach(), k.detach(), v.detach(), *weights, float(eps or 0.0), positions, cos, sin, cache.k, cache.v,
-        slot_mapping,
-    )  # fmt: skip
 
 
 def _check_norm(where: str, q: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float | None) -> None:

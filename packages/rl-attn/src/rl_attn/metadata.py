@@ -4,17 +4,44 @@ On a GPU this is done once per tensor, since each look at a value stops the stre
 looked at there and stop nothing.
 """
 
-import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from typing import Any
 
+import torch
+
+from rl_attn.calls import ByTensor
 from rl_attn.checks import require_cu_seqlens
 from rl_contract import ContractError
 from rl_contract.checks import require_tensor
 from rl_contract.devices import to_device
 
-Metadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+class Batch:
+    """Where the sequences of a packed batch lie.
+
+    Attributes:
+        cu_q, cu_k: int64 [sequences + 1]. positions: int64 [Tq], of each query inside its sequence. tokens: Tk.
+    """
+
+    def __init__(self, cu_q: torch.Tensor, cu_k: torch.Tensor, positions: torch.Tensor, tokens: int, own: bool) -> None:
+        self.cu_q, self.cu_k, self.positions, self.tokens = cu_q, cu_k, positions, tokens
+        # queries and keys are the same rows
+        self._of_keys = positions if own else None
+
+    def positions_of_keys(self) -> torch.Tensor:
+        """int64 [Tk]: index of each key inside its sequence, found once."""
+        if self._of_keys is None:
+            self._of_keys = positions_of_all_keys(self.cu_k, self.tokens)
+        return self._of_keys
+
+
 # by cu_seqlens_q; a training step hands the same tensors to every layer
-_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_seen: ByTensor[tuple[Any, ...]] = ByTensor()
+
+
+def positions_of_all_keys(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """int64 [tokens]: index of each row inside its sequence."""
+    cu = cu_seqlens.long()
+    return torch.arange(tokens, device=cu.device) - torch.repeat_interleave(cu[:-1], cu.diff(), output_size=tokens)
 
 
 def checked_positions(
@@ -55,25 +82,28 @@ def on_device(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     positions: torch.Tensor | None,
-) -> Metadata:
-    """cu_seqlens_q, cu_seqlens_k and int64 positions on the device of ``q``, checked.
+) -> Batch:
+    """What the call says about its sequences, on the device of ``q``, checked.
 
     Raises:
         ContractError: as on the CPU, and positions that fall inside a sequence.
     """
-    given = (cu_seqlens_q, cu_seqlens_k, positions)
-    for name, x in zip(("cu_seqlens_q", "cu_seqlens_k", "positions"), given, strict=True):
-        if x is not None or name != "positions":
-            require_tensor(where, name, x)
-    key = (q.device, q.shape[0], k.shape[0], *((id(x), x._version) for x in given if x is not None))
-    known = _seen.get(cu_seqlens_q)
+    given = (cu_seqlens_q, cu_seqlens_k) if positions is None else (cu_seqlens_q, cu_seqlens_k, positions)
+    for name, x in zip(("cu_seqlens_q", "cu_seqlens_k", "positions"), given):
+        require_tensor(where, name, x)
+    # a tensor of inference mode does not count its changes, so nothing found in one is kept
+    counted = not any(x.is_inference() for x in given)
+    key = (q.device, q.shape[0], k.shape[0], *((id(x), x._version) for x in given)) if counted else None
+    known = _seen.get(cu_seqlens_q) if counted else None
     if known is not None and known[0] == key:
-        return known[1]
+        found: Batch = known[1]
+        return found
     require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    devices = {x.device for x in given if x is not None}
+    devices = {x.device for x in given}
     place = devices.pop() if len(devices) == 1 else q.device
-    cu_q, cu_k = (x.to(place, torch.int64) for x in (cu_seqlens_q, cu_seqlens_k))
+    # kernels read their entries one behind the other; detached, since an entry that holds its own tensor never goes
+    cu_q, cu_k = (x.to(place, torch.int64).contiguous().detach() for x in (cu_seqlens_q, cu_seqlens_k))
     explicit = None if positions is None else positions.to(place)
     rows = checked_positions(where, cu_q, cu_k, explicit)
     if explicit is not None:
@@ -83,9 +113,11 @@ def on_device(
                 f"{where} got position {int(rows[row])} in row {row}, below the row before it; supported on a GPU: "
                 "ascending positions inside a sequence, sort the rows of each sequence"
             )
-    found = (to_device(cu_q, q.device), to_device(cu_k, q.device), to_device(rows, q.device))
-    # ids may be used again once a tensor is gone, so the entry keeps what it was made from
-    _seen[cu_seqlens_q] = (key, found, cu_seqlens_k, positions)
+    cu_q, cu_k, rows = (to_device(x.contiguous(), q.device) for x in (cu_q, cu_k, rows))
+    found = Batch(cu_q, cu_k, rows, k.shape[0], cu_seqlens_q is cu_seqlens_k and positions is None)
+    if counted:
+        # ids may be used again once a tensor is gone, so the entry keeps what it was made from
+        _seen.keep(cu_seqlens_q, (key, found, *(x for x in given if x is not cu_seqlens_q)))
     return found
 
 

@@ -156,8 +156,7 @@ def _int32(x: Tensor) -> Tensor:
     return x.to(torch.int32).contiguous()
 
 
-@opaque_op("rl_attn::library_packed", device_type="cuda")
-def library_packed(
+def _library_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, positions: Tensor, most_rows: int,
     most_keys: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -166,6 +165,9 @@ def library_packed(
     return _forward(
         q, k, v, _int32(cu_seqlens_q), most_rows, most_keys, scale, _int32(cu_seqlens_k), None, None, "packed"
     )
+
+
+library_packed = opaque_op("rl_attn::library_packed", device_type="cuda")(_library_packed)
 
 
 @library_packed.register_fake
@@ -207,10 +209,13 @@ def _(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, most_rows, sc
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32).t()
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, positions: Tensor, scale: float) -> Any:
-    """``library_packed`` with the lengths that the library wants as numbers."""
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, positions: Tensor, scale: float, eager: bool = False
+) -> Any:
+    """``library_packed`` with the lengths that the library wants as numbers; ``eager``: without the op around it."""
     require_gpu("attention_packed", q)
-    return library_packed(q, k, v, cu_q, cu_k, positions, q.shape[0], k.shape[0], scale)
+    run = _library_packed if eager else library_packed
+    return run(q, k, v, cu_q, cu_k, positions, q.shape[0], k.shape[0], scale)
 
 
 def paged(

@@ -1,9 +1,12 @@
 """Opaque ops of the backward, and the autograd registration of ``rl_attn::packed``."""
 
+import sys
+
 import numpy as np
 import torch
 
 from rl_attn import cpu, cpu_backward
+from rl_attn.metadata import positions_of_all_keys
 from rl_attn.ops import LOG2E, dense, flat, int64, packed, spread, strides, unit_last
 from rl_contract import Launch, record_launch
 from rl_contract.opaque import opaque_op
@@ -114,27 +117,35 @@ def _packed_context(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, positions)
 
 
-def packed_gradients(ctx, grad_out):
-    """dQ, dK, dV as far as they are needed, from what a forward of either family has saved."""
+def gradients(kernels, ctx, grad_out, positions_of_keys):
+    """dQ, dK, dV as far as they are needed, from what a forward of either family has saved.
+
+    Args:
+        kernels: where ``row_delta``, ``grad_queries`` and ``grad_keys`` are: this module, or ``gpu_backward``.
+        positions_of_keys: gives int64 [Tk], the index of each key inside its sequence.
+    """
     q, k, v, out, lse, cu_q, cu_k, positions = ctx.saved_tensors
-    delta = row_delta(grad_out, out)
+    delta = kernels.row_delta(grad_out, out)
     dq = dk = dv = None
     if ctx.needs_input_grad[0]:
-        dq = grad_queries(grad_out, q, k, v, lse, delta, cu_q, cu_k, positions, ctx.scale)
+        dq = kernels.grad_queries(grad_out, q, k, v, lse, delta, cu_q, cu_k, positions, ctx.scale)
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        key_positions = positions_of_all_keys(cu_k, k.shape[0])
-        dk, dv = grad_keys(grad_out, q, k, v, lse, delta, cu_q, cu_k, positions, key_positions, ctx.scale)
+        at = positions_of_keys()
+        dk, dv = kernels.grad_keys(grad_out, q, k, v, lse, delta, cu_q, cu_k, positions, at, ctx.scale)
     return dq, dk, dv
+
+
+def packed_gradients(ctx, grad_out):
+    """``gradients`` by these ops."""
+
+    def positions_of_keys():
+        return positions_of_all_keys(ctx.saved_tensors[6], ctx.saved_tensors[1].shape[0])
+
+    return gradients(sys.modules[__name__], ctx, grad_out, positions_of_keys)
 
 
 def _packed_backward(ctx, grad_out, _):
     return *packed_gradients(ctx, grad_out), None, None, None, None, None, None
-
-
-def positions_of_all_keys(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """int64 [tokens]: index of each row inside its sequence."""
-    cu = cu_seqlens.long()
-    return torch.arange(tokens, device=cu.device) - torch.repeat_interleave(cu[:-1], cu.diff(), output_size=tokens)
 
 
 packed.register_autograd(_packed_backward, setup_context=_packed_context)

@@ -45,9 +45,7 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping:
 def _rotary(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    result = gpu_rotary.rotary(q, positions, cos, sin, inverse), gpu_rotary.rotary(k, positions, cos, sin, inverse)
-    gpu.record("rotary", "rl_attn.triton_rotary", "inverse" if inverse else "-")
-    return result
+    return gpu_rotary.rotary(q, k, positions, cos, sin, inverse)
 
 
 @ops_backward.row_delta.register_kernel("cuda")

@@ -181,7 +181,7 @@ _launch = with_fetching(_attend_segments)
 
 @gluon.jit(do_not_specialize=["sequences", "blocks"])
 def attn_segments_sm90_kernel(
-    q, k_desc, v_desc, part_m, part_w, part_o, out, lse, begun, folded, so_t, so_h, s_lse, cu_q, seq_lens, table, c,
+    q, k_desc, v_desc, part_m, part_w, part_o, out, lse, begun, folded, cu_q, seq_lens, table, so_t, so_h, s_lse, c,
     sequences, kv_heads, blocks, sq_t, sq_h, k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows,
     v_head_columns, s_table,
     GROUP: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,

@@ -12,30 +12,53 @@ import triton.language as tl
 from rl_attn.triton_tiles import neighbour_tree
 
 
-@triton.jit(do_not_specialize=["table_rows", "tokens", "sign"])
+@triton.jit
+def _rotate(
+    x_at, out_at, c, s, ok,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Rows at pointers x_at [HEADS, 1] to out_at [HEADS, 1]; c, s [1, BLOCK_HALF]; ok [HEADS, 1]."""
+    TYPE: tl.constexpr = out_at.dtype.element_ty
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = ok & (i < HALF)
+    x1 = tl.load(x_at + i, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_at + HALF + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_at + i, (x1 * c - x2 * s).to(TYPE), mask=mask)
+    tl.store(out_at + HALF + i, (x2 * c + x1 * s).to(TYPE), mask=mask)
+    if REST > 0:
+        j = tl.arange(0, BLOCK_REST)[None, :]
+        rest = ok & (j < REST)
+        tl.store(out_at + 2 * HALF + j, tl.load(x_at + 2 * HALF + j, mask=rest), mask=rest)
+
+
+@triton.jit(do_not_specialize=["table_rows", "sign"])
 def rotary_kernel(
-    x, out, positions, cos, sin, sign, table_rows, tokens, heads, sx_t, sx_h, so_t, so_h,
+    q, k, q_out, k_out, positions, cos, sin, sign, table_rows, heads, kv_heads,
+    sq_t, sq_h, sk_t, sk_h, sqo_t, sqo_h, sko_t, sko_h,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of HEADS heads). A position outside the table gives NaN; nothing outside it is read."""
+    """Grid (tokens, blocks of HEADS query heads, then of kv heads). A position outside the table gives NaN; nothing
+    outside it is read."""
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    q_blocks = (heads + HEADS - 1) // HEADS
+    is_q = tl.program_id(1) < q_blocks
+    block = tl.where(is_q, tl.program_id(1), tl.program_id(1) - q_blocks)
+    head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     i = tl.arange(0, BLOCK_HALF)
-    position = tl.load(positions + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64) + tl.zeros((BLOCK_HALF,), tl.int64)
     known = (position >= 0) & (position < table_rows)
     c = tl.load(cos + position * HALF + i, mask=known & (i < HALF), other=float("nan"))[None, :]
     s = tl.load(sin + position * HALF + i, mask=known & (i < HALF), other=float("nan"))[None, :] * sign
-    mask = (head < heads) & (i < HALF)[None, :]
-    x_at = x + token * sx_t + head * sx_h
-    out_at = out + token * so_t + head * so_h
-    x1 = tl.load(x_at + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_at + HALF + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_at + i[None, :], (x1 * c - x2 * s).to(out.dtype.element_ty), mask=mask)
-    tl.store(out_at + HALF + i[None, :], (x2 * c + x1 * s).to(out.dtype.element_ty), mask=mask)
-    if REST > 0:
-        j = tl.arange(0, BLOCK_REST)[None, :]
-        rest = (head < heads) & (j < REST)
-        tl.store(out_at + 2 * HALF + j, tl.load(x_at + 2 * HALF + j, mask=rest), mask=rest)
+    if is_q:
+        _rotate(
+            q + token * sq_t + head * sq_h, q_out + token * sqo_t + head * sqo_h, c, s, head < heads,
+            HALF, BLOCK_HALF, REST, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _rotate(
+            k + token * sk_t + head * sk_h, k_out + token * sko_t + head * sko_h, c, s, head < kv_heads,
+            HALF, BLOCK_HALF, REST, BLOCK_REST,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["room"])
