@@ -21,34 +21,21 @@ _missing = object()
 
 
 @cache
-def _knobs() -> tuple[Any, Any]:
+def _triton() -> tuple[Any, Any, Any, bool]:
+    """Triton's switches at run time and for compiling, its driver, and whether its launcher is a known one."""
+    import triton
     from triton import knobs
-
-    return knobs.runtime, knobs.compilation
-
-
-@cache
-def _driver() -> Any:
     from triton.runtime import driver
 
-    return driver
+    return knobs.runtime, knobs.compilation, driver, triton.__version__.startswith(_KNOWN_LAUNCHER)
 
 
-@cache
-def _launcher_known() -> bool:
-    import triton
-
-    return triton.__version__.startswith(_KNOWN_LAUNCHER)
-
-
-def _watched() -> bool:
+def _watched(runtime: Any, compilation: Any) -> bool:
     """Whether someone watches launches or compiles for debugging: Triton's own path then does what he asks for."""
-    runtime, compilation = _knobs()
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        # a chain of hooks, empty as a rule; one function or None before Triton 3.5
-        if getattr(hook, "calls", hook):
-            return True
-    return bool(runtime.debug or compilation.instrumentation_mode)
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # chains of hooks, empty as a rule; one function or None before Triton 3.5
+    hooks = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    return bool(hooks or runtime.debug or compilation.instrumentation_mode)
 
 
 class Prepared:
@@ -88,9 +75,10 @@ class Prepared:
 
     def __call__(self, *moving: Any) -> None:
         """``moving``: a tensor, a descriptor (``at``) or None for each parameter that is not fixed, in their order."""
-        if self._compiled is None or self.kernel.pre_run_hooks or _watched():
+        if self._compiled is None or self.kernel.pre_run_hooks:
             return self._by_triton(moving)
-        active = _driver().active
+        runtime, compilation, driver, _ = _triton()
+        active = driver.active
         device = active.get_current_device()
         addresses, given = 0, []
         for value in moving:
@@ -98,7 +86,7 @@ class Prepared:
                 value = value.data_ptr()
                 addresses |= value
             given.append(value)
-        if addresses % _ALIGNMENT or device != self._device:
+        if addresses % _ALIGNMENT or device != self._device or _watched(runtime, compilation):
             return self._by_triton(moving)
         arguments = (*given, *self._tail) if self._order is None else self._sorted(given)
         if self._direct is None:
@@ -117,17 +105,19 @@ class Prepared:
         arguments = (*moving, *self._tail) if self._order is None else self._sorted(moving)
         compiled = self.kernel[self._grid](*arguments, **self._options)
         aligned = all(value.data_ptr() % _ALIGNMENT == 0 for value in moving if isinstance(value, Tensor))
-        # AMD's compiler also asks how large a tensor is
+        # AMD's compiler also asks how large a tensor is; interpreted launches return nothing
         if self._compiled is None and compiled is not None and aligned and torch.version.hip is None:
             self._keep(compiled)
 
     def _keep(self, compiled: Any) -> None:
-        if _watched():
-            return
-        self._device = _driver().active.get_current_device()
+        runtime, compilation, driver, launcher_known = _triton()
         run, function = getattr(compiled, "run", None), getattr(compiled, "function", None)
         metadata = getattr(compiled, "packed_metadata", None)
-        if _launcher_known() and run is not None and function is not None and metadata is not None:
+        # what was compiled and never loaded was not launched either
+        if run is None or function is None or _watched(runtime, compilation):
+            return
+        self._device = driver.active.get_current_device()
+        if launcher_known and metadata is not None:
             # no metadata and no hooks of this launch
             self._head, self._direct = (function, metadata, None, None, None), run
         self._compiled = compiled

@@ -7,6 +7,9 @@ spill nor a trip to the L2. With PARTS > 1 a program takes one of PARTS aligned 
 workspace; the upper levels of the same tree join them afterwards.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 from torch import Tensor
@@ -21,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rl_contract.triton_launch import Prepared, without_base
+from rl_contract.triton_launch import at as moved_to
 from rl_gemm.plans import Kernel
 from rl_gemm.triton_stamps import STAMPS
 
@@ -271,10 +276,31 @@ def stages_that_fit(kernel: Kernel, leaves: int, out_dtype: torch.dtype) -> int:
     return min(kernel.stages, (SHARED_BYTES - stash - 256) // (2 * kernel.block_k * (kernel.block_m + kernel.block_n)))
 
 
-def workspace(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    """fp32 [parts, M in whole tiles, N]: where ``launch`` leaves the roots of ``kernel.parts`` sub-trees."""
+def workspace(kernel: Kernel, a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    """Makes fp32 [parts, M in whole tiles, N]: where ``launch`` leaves the roots of ``kernel.parts`` sub-trees."""
     rows = triton.cdiv(a.shape[0], kernel.block_m) * kernel.block_m
-    return torch.empty((kernel.parts, rows, b.shape[0]), dtype=torch.float32, device=a.device)
+    return partial(torch.empty, (kernel.parts, rows, b.shape[0]), dtype=torch.float32, device=a.device)
+
+
+def prepared(
+    kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int, processors: int,
+    stamps: Tensor | None = None,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:  # fmt: skip
+    """``launch`` on any tensors of these shapes, strides, types and device that lie as these do, by 16 bytes."""
+    (m, k), n = a.shape, b.shape[0]
+    units = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n) * kernel.parts
+    a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
+    fixed = {
+        "stamps": stamps, "M": m, "N": n, "K": k, "GROUP_M": kernel.group_m, "LEAVES": leaves, "PARTS": kernel.parts,
+        "FUSED": fused, "A_T": a_t, "B_T": b_t, "HAS_BIAS": bias is not None,
+        "STAGES": stages_that_fit(kernel, leaves // kernel.parts, out.dtype), "BLOCK_M": kernel.block_m,
+        "BLOCK_N": kernel.block_n, "BLOCK_K": kernel.block_k, "WARPS": kernel.warps,
+    }  # fmt: skip
+    go = Prepared(gemm_tree_kernel, (min(processors * kernel.per_sm, units),), fixed, num_warps=kernel.warps)
+    a_desc = without_base(_descriptor(a, a_t, kernel.block_m, kernel.block_k))
+    b_desc = without_base(_descriptor(b, b_t, kernel.block_n, kernel.block_k))
+    out_desc = without_base(_out_descriptor(kernel, out.view(-1, n)))
+    return lambda a, b, bias, out: go(moved_to(a_desc, a), moved_to(b_desc, b), moved_to(out_desc, out), bias)
 
 
 def launch(kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int,
@@ -284,14 +310,4 @@ def launch(kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tenso
     K is a multiple of block_k * leaves * fused; 1, 2, 4 or 8 leaves a part. ``stamps`` int64 [programs, STAMPS]
     takes the times of a profile.
     """
-    stages = stages_that_fit(kernel, leaves // kernel.parts, out.dtype)
-    (m, k), n = a.shape, b.shape[0]
-    units = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n) * kernel.parts
-    a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
-    gemm_tree_kernel[(min(processors * kernel.per_sm, units),)](
-        _descriptor(a, a_t, kernel.block_m, kernel.block_k), _descriptor(b, b_t, kernel.block_n, kernel.block_k),
-        _out_descriptor(kernel, out.view(-1, n)), bias, stamps, m, n, k,
-        GROUP_M=kernel.group_m, LEAVES=leaves, PARTS=kernel.parts, FUSED=fused, A_T=a_t, B_T=b_t,
-        HAS_BIAS=bias is not None, STAGES=stages, BLOCK_M=kernel.block_m, BLOCK_N=kernel.block_n,
-        BLOCK_K=kernel.block_k, WARPS=kernel.warps, num_warps=kernel.warps,
-    )  # fmt: skip
+    prepared(kernel, a, b, bias, out, leaves, fused, processors, stamps)(a, b, bias, out)

@@ -5,20 +5,24 @@ Order and rounding are those of ``triton_gemm``; which evaluation of the tree ru
 one program for all leaves, a library call) never shows in the bits.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract import ContractError, MissingSupport
+from rl_contract.evidence import gpu_tally
+from rl_contract.triton_launch import keep
 from rl_gemm import plans, vendor
 from rl_gemm.contract import GPU_TOKEN_BLOCK, MATRIX_STEP
 
 _MAX_LEAVES = 16
 _GLUON_TRITON = "3.6."
 _SLICE = 8192  # rows of one library call; certificates reach this far
+Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @cache
@@ -35,9 +39,9 @@ def _triton() -> Any:
 @cache
 def _merge() -> Any:
     _triton()
-    from rl_gemm.triton_merge import merge
+    from rl_gemm import triton_merge
 
-    return merge
+    return triton_merge
 
 
 @cache
@@ -84,9 +88,25 @@ def _processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def record(boundary: str, kernel: str, plan: str = "-") -> None:
-    phase = "capture" if torch.cuda.is_current_stream_capturing() else "eager"
-    record_launch(Launch(boundary, kernel, plan, phase=phase))
+class Call(NamedTuple):
+    """An operator's call as decided for everything that the decision depends on, but for the plans in force."""
+
+    own: plans.Plans
+    run: Any
+
+
+_calls: dict[Any, Call] = {}
+
+
+def looks(x: Tensor) -> tuple[Any, ...]:
+    """All of a tensor that a choice of kernels, or a compilation, may depend on."""
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % vendor.ALIGNMENT
+
+
+def known(key: Any) -> Any | None:
+    """The call kept for ``key``, unless other plans are in force now."""
+    call = _calls.get(key)
+    return call.run if call is not None and plans.current(call.own.arch) is call.own else None
 
 
 def _check(a: Tensor, b: Tensor, leaves: int, fused: int) -> str:
@@ -117,6 +137,14 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+# which of the two operands of a product are read the other way round: x [M, K] and y [N, K] are the plain way
+_VIEWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "nt": lambda x, y: (x, y),
+    "nn": lambda x, y: (x, y.t()),
+    "tn": lambda x, y: (x.t(), y.t()),
+}
+
+
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -127,40 +155,87 @@ def gemm(
     out_dtype: torch.dtype = torch.float32,
     operation: str = "forward",
     boundary: str = "gemm.column",
+    views: str = "nt",
 ) -> Tensor:
     """a [M, K], b [N, K], bf16, any strides -> [M, N]: tree(``leaves``) over K, bias in fp32, one rounding.
 
     ``operation`` says which call of the layer this is; plans and certificates are kept by it and by the weight's shape.
+    ``views``: ``nn`` where b is given as [K, N], ``tn`` where also a is, as [K, M].
 
     Raises:
         ContractError: another type, mixed devices, or K that the leaves do not divide into whole matrix steps.
         MissingSupport: a GPU without contracts, or no Triton.
     """
+    key = gemm_key(a, b, leaves, fused, bias, out_dtype, operation, boundary, views)
+    return (known(key) or prepare(key, a, b, bias))(a, b, bias)
+
+
+def gemm_key(
+    a: Tensor,
+    b: Tensor,
+    leaves: int,
+    fused: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    operation: str,
+    boundary: str,
+    views: str,
+) -> tuple[Any, ...]:
+    """What the call of ``gemm`` with these arguments is kept by."""
+    like = None if bias is None else looks(bias)
+    return looks(a), looks(b), like, leaves, fused, out_dtype, operation, boundary, views
+
+
+def prepare(key: tuple[Any, ...], x: Tensor, y: Tensor, bias: Tensor | None = None) -> Run:
+    """The call of ``gemm`` with these tensors and the rest of ``key``; kept where it holds for others that look alike.
+
+    Raises:
+        as ``gemm``; nothing is kept then.
+    """
+    _, _, _, leaves, fused, out_dtype, operation, boundary, views = key
+    a, b = _VIEWS[views](x, y)
     name = _check(a, b, leaves, fused)
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0:
-        return a.new_empty((m, n), dtype=out_dtype)
+        return lambda x, *_: x.new_empty((m, n), dtype=out_dtype)
     fused = 1 if leaves == 1 else fused
-    a, b = _dense(a), _dense(b)
-    if bias is not None:
-        bias = bias.contiguous()
+    dense = _dense(a), _dense(b)
+    if dense[0] is not a or dense[1] is not b or (bias is not None and not bias.is_contiguous()):
+        # a copy lies where it lies: what to do is looked up for it
+        def by_copies(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+            a, b = _VIEWS[views](x, y)
+            return gemm(
+                _dense(a), _dense(b), leaves=leaves, fused=fused, bias=None if bias is None else bias.contiguous(),
+                out_dtype=out_dtype, operation=operation, boundary=boundary,
+            )  # fmt: skip
+
+        return by_copies
     own = plans.current(name)
     # a plan's key is the weight's own shape, whichever way round it is read
-    key = {"forward": (n, k), "grad_input": (k, n), "grad_weight": (m, n)}[operation]
+    weight = {"forward": (n, k), "grad_input": (k, n), "grad_weight": (m, n)}[operation]
     rows = k if operation == "grad_weight" else m
-    for use in own.choices(operation, *key, leaves, rows):
+    for use in own.choices(operation, *weight, leaves, rows):
         if use == plans.LIBRARY:
-            if leaves == 1 and _library_may(own, operation, key, rows, a, b, bias, out_dtype):
-                record(boundary, f"rl_gemm.{vendor.NAME}", operation)
-                return _library(a, b, bias, out_dtype)
+            if leaves == 1 and _library_may(own, operation, weight, rows, a, b, bias, out_dtype):
+                count = gpu_tally(boundary, f"rl_gemm.{vendor.NAME}", operation)
+                return keep(_calls, key, Call(own, _counted(count, _library(a, views, out_dtype)))).run
             continue
         kernel = _shallow(own.kernels[use], k // leaves // fused, fused)
         if _fits(kernel, a, b, k // leaves, fused):
-            record(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}")
-            return _launch(kernel, a, b, leaves, fused, bias, out_dtype)
+            count = gpu_tally(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}")
+            run = _launcher(kernel, a, b, leaves, fused, bias, out_dtype)
+            return keep(_calls, key, Call(own, _counted(count, run))).run
     raise MissingSupport(
         f"no plan of {own.arch} fits {operation} N={n} K={k} leaves={leaves} M={m}; add a row to the plan file"
     )
+
+
+def _counted(count: Callable[[], None], run: Run) -> Run:
+    def counted(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        count()
+        return run(x, y, bias)
+
+    return counted
 
 
 def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -169,29 +244,49 @@ def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor | None:
     Raises:
         ContractError, MissingSupport: as ``gemm``.
     """
+    key = plans.GATE_UP, looks(x), looks(weight)
+    return (known(key) or prepare_gate_up(key, x, weight))(x, weight)
+
+
+def prepare_gate_up(key: tuple[Any, ...], x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor | None]:
+    """The call of ``gate_up_swiglu`` with these tensors; kept where it holds for others that look alike."""
     name = _check(x, weight, 1, 1)
     m, (n, k) = x.shape[0], weight.shape
-    x, weight = _dense(x), _dense(weight)
+    if _dense(x) is not x or _dense(weight) is not weight:
+        return lambda x, weight: gate_up_swiglu(_dense(x), _dense(weight))
     own = plans.current(name)
     for use in own.choices(plans.GATE_UP, n, k, 1, m) if m else ():
         if use == plans.UNFUSED:
-            return None
+            break
         kernel = own.kernels[use]
         if x.stride(1) == weight.stride(1) == 1 and _fits(kernel, x, weight, k, 1):
-            for boundary in ("gemm.column", "swiglu"):
-                record(boundary, "rl_gemm.triton.gated", f"{name}:{use}")
-            out = torch.empty((m, n // 2), dtype=x.dtype, device=x.device)
-            _gated().launch(kernel, x, weight, out, _processors(x.device.index or 0))
-            return out
-    return None
+            return keep(_calls, key, Call(own, _gate_up_launcher(kernel, x, weight, f"{name}:{use}"))).run
+    return keep(_calls, key, Call(own, lambda *_: None)).run
+
+
+def _gate_up_launcher(kernel: plans.Kernel, x: Tensor, weight: Tensor, plan: str) -> Callable[[Tensor, Tensor], Tensor]:
+    column, swiglu = (gpu_tally(boundary, "rl_gemm.triton.gated", plan) for boundary in ("gemm.column", "swiglu"))
+    empty = partial(torch.empty, (x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    go = _gated().prepared(kernel, x, weight, empty(), _processors(x.device.index or 0))
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        column()
+        swiglu()
+        out = empty()
+        go(x, weight, out)
+        return out
+
+    return run
 
 
 def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
     """dy [T, N], x [T, K] -> fp32 [N, K]: blocks of tokens in packed order, each a chain, folded left in fp32."""
+    if 0 < dy.shape[0] <= GPU_TOKEN_BLOCK:
+        return gemm(dy, x, operation="grad_weight", boundary=boundary, views="tn")
     total = None
     for start in range(0, dy.shape[0], GPU_TOKEN_BLOCK):
         block = slice(start, start + GPU_TOKEN_BLOCK)
-        part = gemm(dy[block].t(), x[block].t(), operation="grad_weight", boundary=boundary)
+        part = gemm(dy[block], x[block], operation="grad_weight", boundary=boundary, views="tn")
         total = part if total is None else total.add_(part)
     if total is None:
         return torch.zeros((dy.shape[1], x.shape[1]), dtype=torch.float32, device=dy.device)
@@ -200,15 +295,35 @@ def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
 
 def add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str) -> None:
     """total fp32 [N, K] += the blocks of ``grad_weight``, one after another."""
-    own = plans.current(_check(dy, x, 1, 1))
+    if not dy.shape[0]:
+        _check(dy, x, 1, 1)
     for start in range(0, dy.shape[0], GPU_TOKEN_BLOCK):
-        a, b = dy[start : start + GPU_TOKEN_BLOCK], x[start : start + GPU_TOKEN_BLOCK]
-        if _library_adds(own, total, a, b):
-            record(boundary, f"rl_gemm.{vendor.NAME}", "grad_weight onto main_grad")
+        a, b = dy, x
+        if dy.shape[0] > GPU_TOKEN_BLOCK:
+            a, b = dy[start : start + GPU_TOKEN_BLOCK], x[start : start + GPU_TOKEN_BLOCK]
+        key = "onto", looks(total), looks(a), looks(b), boundary
+        (known(key) or prepare_onto(key, total, a, b, boundary))(total, a, b)
+
+
+def prepare_onto(
+    key: tuple[Any, ...], total: Tensor, dy: Tensor, x: Tensor, boundary: str
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """What adds one block's product to ``total``; kept for tensors that look alike."""
+    own = plans.current(_check(dy, x, 1, 1))
+    if _library_adds(own, total, dy, x):
+        count = gpu_tally(boundary, f"rl_gemm.{vendor.NAME}", "grad_weight onto main_grad")
+
+        def run(total: Tensor, dy: Tensor, x: Tensor) -> None:
+            count()
             with vendor.no_split_k():
-                torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
-        else:
-            total.add_(gemm(a.t(), b.t(), operation="grad_weight", boundary=boundary))
+                torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
+
+    else:
+
+        def run(total: Tensor, dy: Tensor, x: Tensor) -> None:
+            total.add_(gemm(dy, x, operation="grad_weight", boundary=boundary, views="tn"))
+
+    return keep(_calls, key, Call(own, run)).run
 
 
 def _library_adds(own: plans.Plans, total: Tensor, dy: Tensor, x: Tensor) -> bool:
@@ -239,14 +354,20 @@ def _library_may(
     return all(own.certified(environment, operation, *key, size, bias is not None) for size in sizes)
 
 
-def _library(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _library(a: Tensor, views: str, out_dtype: torch.dtype) -> Run:
+    """The library's call for operands given by ``views``, of which ``a`` is the first, read as [M, K]."""
     m = a.shape[0]
     if m <= _SLICE or not a.is_contiguous():
-        return vendor.matmul(a, b, bias, out_dtype)
-    out = a.new_empty((m, b.shape[0]), dtype=out_dtype)
-    for start in range(0, m, _SLICE):
-        out[start : start + _SLICE] = vendor.matmul(a[start : start + _SLICE], b, bias, out_dtype)
-    return out
+        return partial(vendor.product, views, out_dtype)
+
+    def by_slices(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        a, b = _VIEWS[views](x, y)
+        out = a.new_empty((m, b.shape[0]), dtype=out_dtype)
+        for start in range(0, m, _SLICE):
+            out[start : start + _SLICE] = vendor.matmul(a[start : start + _SLICE], b, bias, out_dtype)
+        return out
+
+    return by_slices
 
 
 def _copy_engine_may(x: Tensor) -> bool:
@@ -289,22 +410,46 @@ def _launch(
     stamps: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """``stamps``: where a profile wants the times of the kernel and of the merge that may follow it."""
+    return _launcher(kernel, a, b, leaves, fused, bias, out_dtype, stamps)(a, b, bias)
+
+
+def _launcher(
+    kernel: plans.Kernel,
+    a: Tensor,
+    b: Tensor,
+    leaves: int,
+    fused: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    stamps: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Run:
+    """``kernel`` and the merge that may follow it, for operands that look alike, whichever way round they are given."""
     (m, _), n, processors = a.shape, b.shape[0], _processors(a.device.index or 0)
-    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    first, second = stamps
+    empty = partial(torch.empty, (m, n), dtype=out_dtype, device=a.device)
+    given, (first, second) = (leaves, fused, processors), stamps
+    module, joins, early = _triton(), kernel.kind != "tree" and leaves > 1, kernel.kind == "tma"
+    parts = partial(torch.empty, (leaves, m, n), dtype=torch.float32, device=a.device)
     if kernel.kind == "hopper":
-        gluon = _gluon()
-        assert gluon is not None
-        if kernel.parts == 1:
-            gluon.launch(kernel, a, b, bias, out, leaves, fused, processors, first)
-        else:
-            roots = gluon.workspace(kernel, a, b)
-            gluon.launch(kernel, a, b, None, roots, leaves, fused, processors, first)
-            _merge()(roots, bias, out, stamps=second)
-    elif kernel.kind == "tree" or leaves == 1:
-        _triton().launch(kernel, a, b, bias, out, leaves, fused, processors, first)
-    else:
-        parts = torch.empty((leaves, m, n), dtype=torch.float32, device=a.device)
-        _triton().launch(kernel, a, b, None, parts, leaves, fused, processors, first)
-        _merge()(parts, bias, out, early=kernel.kind == "tma", stamps=second)
-    return out
+        module, joins = _gluon(), kernel.parts > 1
+        assert module is not None
+        parts = module.workspace(kernel, a, b)
+    if not joins:
+        go = module.prepared(kernel, a, b, bias, empty(), *given, first)
+
+        def whole(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+            out = empty()
+            go(x, y, bias, out)
+            return out
+
+        return whole
+    roots = parts()
+    go = module.prepared(kernel, a, b, None, roots, *given, first)
+    merge = _merge().prepared(roots, bias, empty(), early, second)
+
+    def joined(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        out, roots = empty(), parts()
+        go(x, y, None, roots)
+        merge(roots, bias, out)
+        return out
+
+    return joined

@@ -1,5 +1,6 @@
 """The ops of ``ops.py`` on a GPU: the same checks, then ``gpu.py`` and the Triton kernels."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -7,7 +8,11 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError, MissingSupport
-from rl_gemm import gpu, ops
+from rl_contract.evidence import gpu_tally
+from rl_contract.triton_launch import keep
+from rl_gemm import gpu, ops, plans
+
+_swiglus: dict[Any, Callable[..., Tensor]] = {}
 
 
 @cache
@@ -21,17 +26,20 @@ def _triton_swiglu() -> Any:
 
 @ops.matmul_tree.register_kernel("cuda")
 def _matmul_tree(x: Tensor, weight: Tensor, leaves: int = 1, boundary: str = "gemm.row") -> Tensor:
-    ops.check_matmul(x, weight, leaves)
-    return gpu.gemm(x, weight, leaves=leaves, boundary=boundary)
+    return _matmul(x, weight, None, leaves, torch.float32, boundary)
 
 
 @ops.matmul.register_kernel("cuda")
 def _matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, out_dtype: torch.dtype, boundary: str = "gemm.column"
 ) -> Tensor:
-    ops.check_matmul(x, weight, leaves)
-    ops.check_out(bias, x, weight.shape[0], out_dtype)
-    return gpu.gemm(x, weight, leaves=leaves, bias=bias, out_dtype=out_dtype, boundary=boundary)
+    key = gpu.gemm_key(x, weight, leaves, 1, bias, out_dtype, "forward", boundary, "nt")
+    run = gpu.known(key)
+    if run is None:
+        ops.check_matmul(x, weight, leaves)
+        ops.check_out(bias, x, weight.shape[0], out_dtype)
+        run = gpu.prepare(key, x, weight, bias)
+    return run(x, weight, bias)
 
 
 @ops.grad_input.register_kernel("cuda")
@@ -43,10 +51,12 @@ def _grad_input(
     boundary: str = "gemm.column",
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    ops.check_grad_input(dy, weight, leaves, fused)
-    return gpu.gemm(
-        dy, weight.t(), leaves=leaves, fused=fused, out_dtype=out_dtype, operation="grad_input", boundary=boundary
-    )
+    key = gpu.gemm_key(dy, weight, leaves, fused, None, out_dtype, "grad_input", boundary, "nn")
+    run = gpu.known(key)
+    if run is None:
+        ops.check_grad_input(dy, weight, leaves, fused)
+        run = gpu.prepare(key, dy, weight)
+    return run(dy, weight, None)
 
 
 @ops.grad_weight.register_kernel("cuda")
@@ -61,24 +71,31 @@ def _add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str = "gemm
     gpu.add_grad_weight(total, dy, x, boundary)
 
 
-def _model_type(x: Tensor) -> None:
-    if x.dtype != torch.bfloat16:
-        raise ContractError(f"swiglu on a GPU got {x.dtype}; supported: bfloat16; convert the model")
+def _check_swiglu(gate_up: Tensor) -> None:
+    if gate_up.dtype != torch.bfloat16:
+        raise ContractError(f"swiglu on a GPU got {gate_up.dtype}; supported: bfloat16; convert the model")
+    gpu.arch(gate_up.device.index or 0)
 
 
 @ops.swiglu.register_kernel("cuda")
 def _swiglu(gate_up: Tensor) -> Tensor:
-    ops.check_swiglu(gate_up)
-    _model_type(gate_up)
-    gpu.arch(gate_up.device.index or 0)
-    gpu.record("swiglu", "rl_gemm.triton_swiglu.forward")
-    return _triton_swiglu().forward(gate_up)
+    key = gpu.looks(gate_up)
+    run = _swiglus.get(key)
+    if run is None:
+        ops.check_swiglu(gate_up)
+        _check_swiglu(gate_up)
+        run = keep(_swiglus, key, _counted("forward", _triton_swiglu().prepared_forward(gate_up)))
+    return run(gate_up)
 
 
 @ops.gate_up_swiglu.register_kernel("cuda")
 def _gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    ops.check_gate_up(x, weight)
-    fused = gpu.gate_up_swiglu(x, weight)
+    key = plans.GATE_UP, gpu.looks(x), gpu.looks(weight)
+    run = gpu.known(key)
+    if run is None:
+        ops.check_gate_up(x, weight)
+        run = gpu.prepare_gate_up(key, x, weight)
+    fused = run(x, weight)
     if fused is not None:
         return fused
     return _swiglu(gpu.gemm(x, weight, out_dtype=x.dtype))
@@ -86,8 +103,20 @@ def _gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
 
 @ops.swiglu_backward.register_kernel("cuda")
 def _swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    ops.check_swiglu_backward(dy, gate_up)
-    _model_type(gate_up)
-    gpu.arch(gate_up.device.index or 0)
-    gpu.record("swiglu", "rl_gemm.triton_swiglu.backward")
-    return _triton_swiglu().backward(dy, gate_up)
+    key = gpu.looks(dy), gpu.looks(gate_up)
+    run = _swiglus.get(key)
+    if run is None:
+        ops.check_swiglu_backward(dy, gate_up)
+        _check_swiglu(gate_up)
+        run = keep(_swiglus, key, _counted("backward", _triton_swiglu().prepared_backward(dy, gate_up)))
+    return run(dy, gate_up)
+
+
+def _counted(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    count = gpu_tally("swiglu", f"rl_gemm.triton_swiglu.{name}")
+
+    def counted(*tensors: Tensor) -> Tensor:
+        count()
+        return run(*tensors)
+
+    return counted

@@ -5,10 +5,14 @@ Order: two fp32 accumulators, gate and up, each a chain from +0 with k ascending
 ``triton_swiglu``, rounded once. So the bits are those of the two kernels in turn, and gate_up is never stored.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_contract.triton_launch import Prepared, without_base
+from rl_contract.triton_launch import at as moved_to
 from rl_gemm.plans import Kernel
 from rl_gemm.triton_gemm import _descriptor, _tile_origin
 from rl_gemm.triton_swiglu import silu_times
@@ -64,14 +68,25 @@ def gate_up_swiglu_kernel(
             up = tl.zeros_like(up)
 
 
-def launch(kernel: Kernel, x: Tensor, weight: Tensor, out: Tensor, processors: int) -> None:
-    """x [M, K], weight [2F, K] = [gate; up], rows dense and aligned for the copy engine -> out [M, F]."""
+def prepared(
+    kernel: Kernel, x: Tensor, weight: Tensor, out: Tensor, processors: int
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """``launch`` on any tensors of these shapes, strides, types and device that lie as these do, by 16 bytes."""
     (m, k), f = x.shape, out.shape[1]
     tiles = triton.cdiv(m, kernel.block_m) * triton.cdiv(f, kernel.block_n)
-    gate_up_swiglu_kernel[(min(processors * kernel.per_sm, tiles),)](
-        _descriptor(x, False, kernel.block_m, kernel.block_k),
-        _descriptor(weight, False, kernel.block_n, kernel.block_k),
-        out, m, f, k,
-        BLOCK_M=kernel.block_m, BLOCK_N=kernel.block_n, BLOCK_K=kernel.block_k, GROUP_M=kernel.group_m,
-        SWAP=kernel.swap, num_warps=kernel.warps, num_stages=kernel.stages, enable_fp_fusion=False,
+    fixed = {
+        "M": m, "F": f, "K": k, "BLOCK_M": kernel.block_m, "BLOCK_N": kernel.block_n, "BLOCK_K": kernel.block_k,
+        "GROUP_M": kernel.group_m, "SWAP": kernel.swap,
+    }  # fmt: skip
+    go = Prepared(
+        gate_up_swiglu_kernel, (min(processors * kernel.per_sm, tiles),), fixed, num_warps=kernel.warps,
+        num_stages=kernel.stages, enable_fp_fusion=False,
     )  # fmt: skip
+    x_desc = without_base(_descriptor(x, False, kernel.block_m, kernel.block_k))
+    weight_desc = without_base(_descriptor(weight, False, kernel.block_n, kernel.block_k))
+    return lambda x, weight, out: go(moved_to(x_desc, x), moved_to(weight_desc, weight), out)
+
+
+def launch(kernel: Kernel, x: Tensor, weight: Tensor, out: Tensor, processors: int) -> None:
+    """x [M, K], weight [2F, K] = [gate; up], rows dense and aligned for the copy engine -> out [M, F]."""
+    prepared(kernel, x, weight, out, processors)(x, weight, out)

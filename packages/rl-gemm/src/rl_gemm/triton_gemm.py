@@ -7,12 +7,17 @@ stages, the number of programs and which of the kernels below runs are free: non
 accumulator or changes a merge.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rl_contract.triton_launch import Prepared, without_base
+from rl_contract.triton_launch import at as moved_to
 from rl_gemm.plans import Kernel
 from rl_gemm.triton_merge import can_start_early
 from rl_gemm.triton_stamps import STAMPS, now, processor
@@ -277,6 +282,44 @@ def pinned(hip: bool) -> dict[str, int]:
     return {"kpack": 1, "matrix_instr_nonkdim": 16} if hip else {}
 
 
+def prepared(
+    kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int, processors: int,
+    stamps: Tensor | None = None,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:  # fmt: skip
+    """``launch`` on any tensors of these shapes, strides, types and device that lie as these do, by 16 bytes."""
+    (m, k), n = a.shape, b.shape[0]
+    leaf_grid, device = out.dim() == 3, out.device
+    tiles = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n)
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **pinned(torch.version.hip is not None)}
+    fixed: dict[str, Any] = {
+        "M": m, "N": n, "K": k, "stride_out_leaf": out.stride(0) if leaf_grid else 0, "stride_om": out.stride(-2),
+        "BLOCK_M": kernel.block_m, "BLOCK_N": kernel.block_n, "BLOCK_K": kernel.block_k, "GROUP_M": kernel.group_m,
+        "FUSED": fused, "SWAP": kernel.swap, "HAS_BIAS": bias is not None,
+    }  # fmt: skip
+    if kernel.kind == "leaf":
+        leaf_k = k // leaves
+        fixed |= {"leaf_k": leaf_k, "EVEN_K": leaf_k % kernel.block_k == 0}
+        fixed |= dict(zip(("stride_am", "stride_ak", "stride_bn", "stride_bk"), (*a.stride(), *b.stride())))
+        return Prepared(gemm_leaf_kernel, (tiles, leaves), fixed, **options)
+    programs = min(processors * kernel.per_sm, tiles * leaves if leaf_grid else tiles)
+    a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
+    stashed = max(0, leaves.bit_length() - 1 - kernel.held) if not leaf_grid else 0
+    room = programs * stashed * kernel.block_m * kernel.block_n
+    fixed |= {
+        "LEAVES": leaves, "LEAF_GRID": leaf_grid, "A_T": a_t, "B_T": b_t, "HELD": kernel.held, "SLICES": kernel.slices,
+        "EARLY": can_start_early(), "stamps": stamps,
+    }  # fmt: skip
+    go = Prepared(gemm_tma_kernel, (programs,), fixed, **options)
+    a_desc = without_base(_descriptor(a, a_t, kernel.block_m, kernel.block_k))
+    b_desc = without_base(_descriptor(b, b_t, kernel.block_n, kernel.block_k))
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        scratch = torch.empty(room, dtype=torch.float32, device=device) if room else out
+        go(moved_to(a_desc, a), moved_to(b_desc, b), bias, out, scratch)
+
+    return run
+
+
 def launch(
     kernel: Kernel, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, leaves: int, fused: int, processors: int,
     stamps: Tensor | None = None,
@@ -285,40 +328,7 @@ def launch(
 
     ``stamps`` int64 [programs, STAMPS] takes the times of a profile; kernels of kind ``leaf`` note none.
     """
-    (m, k), n = a.shape, b.shape[0]
-    leaf_grid = out.dim() == 3
-    tiles = triton.cdiv(m, kernel.block_m) * triton.cdiv(n, kernel.block_n)
-    blocks = {
-        "BLOCK_M": kernel.block_m,
-        "BLOCK_N": kernel.block_n,
-        "BLOCK_K": kernel.block_k,
-        "GROUP_M": kernel.group_m,
-    }
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **pinned(torch.version.hip is not None)}
-    stride_leaf = out.stride(0) if leaf_grid else 0
-    if kernel.kind == "leaf":
-        leaf_k = k // leaves
-        gemm_leaf_kernel[(tiles, leaves)](
-            a, b, bias, out, m, n, k, leaf_k, *a.stride(), *b.stride(), stride_leaf, out.stride(-2),
-            **blocks, FUSED=fused, EVEN_K=leaf_k % kernel.block_k == 0, SWAP=kernel.swap, HAS_BIAS=bias is not None,
-            **options,
-        )  # fmt: skip
-        return
-    programs = min(processors * kernel.per_sm, tiles * leaves if leaf_grid else tiles)
-    a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
-    stashed = max(0, leaves.bit_length() - 1 - kernel.held) if not leaf_grid else 0
-    scratch = out
-    if stashed:
-        scratch = torch.empty(
-            programs * stashed * kernel.block_m * kernel.block_n, dtype=torch.float32, device=out.device
-        )
-    gemm_tma_kernel[(programs,)](
-        _descriptor(a, a_t, kernel.block_m, kernel.block_k), _descriptor(b, b_t, kernel.block_n, kernel.block_k),
-        bias, out, scratch, m, n, k, stride_leaf, out.stride(-2),
-        **blocks, LEAVES=leaves, LEAF_GRID=leaf_grid, FUSED=fused, A_T=a_t, B_T=b_t, SWAP=kernel.swap,
-        HAS_BIAS=bias is not None, HELD=kernel.held, SLICES=kernel.slices, EARLY=can_start_early(), stamps=stamps,
-        **options,
-    )  # fmt: skip
+    prepared(kernel, a, b, bias, out, leaves, fused, processors, stamps)(a, b, bias, out)
 
 
 def _descriptor(x: Tensor, transposed: bool, block_row: int, block_k: int) -> TensorDescriptor:

@@ -4,11 +4,14 @@ Order: parts are joined by the balanced binary tree in fp32, lower k on the left
 then the value is rounded once (to nearest, ties to even). Block and warps move no bit.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_contract.triton_launch import Prepared
 from rl_gemm.triton_stamps import STAMPS, now, processor
 
 
@@ -69,6 +72,20 @@ def can_start_early() -> bool:
     return torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
+def prepared(
+    parts: Tensor, bias: Tensor | None, out: Tensor, early: bool = False, stamps: Tensor | None = None
+) -> Callable[[Tensor, Tensor | None, Tensor], None]:
+    """``merge`` of any tensors of these shapes, strides, types and device that lie as these do, by 16 bytes."""
+    size, block = out.numel(), 1024
+    early = early and can_start_early()
+    options = {"launch_pdl": True} if early else {}
+    fixed = {
+        "size": size, "stride_part": parts.stride(0), "N": out.shape[1], "LEAVES": parts.shape[0],
+        "HAS_BIAS": bias is not None, "BLOCK": block, "EARLY": early, "stamps": stamps,
+    }  # fmt: skip
+    return Prepared(merge_kernel, (triton.cdiv(size, block),), fixed, num_warps=4, enable_fp_fusion=False, **options)
+
+
 def merge(parts: Tensor, bias: Tensor | None, out: Tensor, early: bool = False, stamps: Tensor | None = None) -> None:
     """Join fp32 parts [leaves, M or more, N] by the balanced tree into ``out`` [M, N].
 
@@ -76,10 +93,4 @@ def merge(parts: Tensor, bias: Tensor | None, out: Tensor, early: bool = False, 
     can, programs of the merge take their places while it runs and wait there. ``stamps``: int64 [programs, STAMPS]
     takes the times of a profile.
     """
-    size, block = out.numel(), 1024
-    early = early and can_start_early()
-    options = {"launch_pdl": True} if early else {}
-    merge_kernel[(triton.cdiv(size, block),)](
-        parts, bias, out, size, parts.stride(0), out.shape[1], LEAVES=parts.shape[0], HAS_BIAS=bias is not None,
-        BLOCK=block, EARLY=early, stamps=stamps, num_warps=4, enable_fp_fusion=False, **options,
-    )  # fmt: skip
+    prepared(parts, bias, out, early, stamps)(parts, bias, out)

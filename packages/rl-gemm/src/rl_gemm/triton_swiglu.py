@@ -6,10 +6,15 @@ once to bf16. The polynomial: n = nearest integer to x*log2(e) by one fma with 1
 and infinity anyway.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rl_contract.triton_launch import Prepared
 
 
 @triton.jit
@@ -64,36 +69,63 @@ def swiglu_bwd_kernel(dy, gate_up, out, F, stride_dy, stride_row, BLOCK: tl.cons
     tl.store(out + row * (2 * F) + F + at, dup.to(out.dtype.element_ty), mask=mask)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _block(width: int, most: int) -> int:
     return min(most, max(128, triton.next_power_of_2(width)))
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def prepared_forward(gate_up: Tensor) -> Callable[[Tensor], Tensor]:
+    """``forward`` of any tensor of this shape, type and device, with these strides and as many bytes off 16."""
+    m, f = gate_up.shape[0], gate_up.shape[1] // 2
+    empty = partial(torch.empty, (m, f), dtype=gate_up.dtype, device=gate_up.device)
+    if not m * f:
+        return lambda _: empty()
+    if gate_up.stride(1) != 1:
+        return lambda given: forward(given.contiguous())
+    block = _block(f, 2048)
+    go = Prepared(
+        swiglu_fwd_kernel, (m, triton.cdiv(f, block)), {"F": f, "stride_row": gate_up.stride(0), "BLOCK": block},
+        num_warps=max(1, block // 512), enable_fp_fusion=False,
+    )  # fmt: skip
+
+    def run(gate_up: Tensor) -> Tensor:
+        out = empty()
+        go(gate_up, out)
+        return out
+
+    return run
+
+
 def forward(gate_up: Tensor) -> Tensor:
     """[M, 2F] = [gate, up] -> [M, F], bf16."""
-    gate_up = _rows(gate_up)
-    m, f = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((m, f), dtype=gate_up.dtype, device=gate_up.device)
-    if out.numel():
-        block = _block(f, 2048)
-        swiglu_fwd_kernel[(m, triton.cdiv(f, block))](
-            gate_up, out, f, gate_up.stride(0), BLOCK=block, num_warps=max(1, block // 512), enable_fp_fusion=False
-        )
-    return out
+    return prepared_forward(gate_up)(gate_up)
+
+
+def prepared_backward(dy: Tensor, gate_up: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """``backward`` of any tensors of these shapes, types and device, with these strides and as many bytes off 16."""
+    m, f = dy.shape
+    empty = partial(torch.empty, (m, 2 * f), dtype=gate_up.dtype, device=gate_up.device)
+    if not m * f:
+        return lambda *_: empty()
+    if dy.stride(1) != 1 or gate_up.stride(1) != 1:
+        return lambda dy, gate_up: backward(_rows(dy), _rows(gate_up))
+    block = _block(f, 4096)
+    fixed = {"F": f, "stride_dy": dy.stride(0), "stride_row": gate_up.stride(0), "BLOCK": block}
+    go = Prepared(
+        swiglu_bwd_kernel, (m, triton.cdiv(f, block)), fixed, num_warps=max(1, block // 512), enable_fp_fusion=False
+    )
+
+    def run(dy: Tensor, gate_up: Tensor) -> Tensor:
+        out = empty()
+        go(dy, gate_up, out)
+        return out
+
+    return run
 
 
 def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """dy [M, F], gate_up [M, 2F] -> [M, 2F], bf16."""
-    dy, gate_up = _rows(dy), _rows(gate_up)
-    m, f = dy.shape
-    out = torch.empty((m, 2 * f), dtype=gate_up.dtype, device=gate_up.device)
-    if out.numel():
-        block = _block(f, 4096)
-        swiglu_bwd_kernel[(m, triton.cdiv(f, block))](
-            dy, gate_up, out, f, dy.stride(0), gate_up.stride(0), BLOCK=block, num_warps=max(1, block // 512),
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    return out
+    return prepared_backward(dy, gate_up)(dy, gate_up)

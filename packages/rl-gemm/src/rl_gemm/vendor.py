@@ -9,10 +9,10 @@ here only under a certificate. Rounds once, from the accumulator to the output t
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,30 +20,70 @@ from torch import Tensor
 NAME = "cublaslt-nosplit"
 ALIGNMENT = 256  # bytes; the library's choice of algorithm looks at the addresses up to here
 
+_LIBRARY = torch._C._BlasBackend.Cublaslt
+_WHOLE = (False, False)  # neither reduced sums nor a split K
 _lock = threading.RLock()
 
 
-@contextmanager
-def no_split_k() -> Iterator[None]:
+@cache
+def _switches() -> tuple[Callable[..., Any], ...]:
+    """Get and set the library, get and set whether bf16 sums may be reduced, and K split: PyTorch's own functions.
+
+    Its public switches look at names, types and versions first, which takes longer than a launch; they are taken where
+    a version of PyTorch has no such functions.
+    """
+    names = "blas_preferred_backend", "cublas_allow_bf16_reduced_precision_reduction"
+    found = [getattr(torch._C, f"_{verb}_{name}", None) for name in names for verb in ("get", "set")]
+    if all(found) and isinstance(found[2](), tuple):  # type: ignore[misc]
+        return tuple(found)  # type: ignore[arg-type]
+    matmul = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library
+
+    def set_reduced(sums: bool, split: bool) -> None:
+        matmul.allow_bf16_reduced_precision_reduction = (sums, split)
+
+    def get_reduced() -> tuple[bool, bool]:
+        return (
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction_split_k,
+        )
+
+    return library, library, get_reduced, set_reduced
+
+
+class no_split_k:
     """cuBLASLt, split-K forbidden, for the calls inside; the process-wide switches are restored on the way out.
 
     This is the only place that touches them. The lock keeps this package's own threads apart; code elsewhere that
     changes the same switches while a call is inside would defeat it.
     """
-    matmul = torch.backends.cuda.matmul
-    with _lock:
-        library = torch.backends.cuda.preferred_blas_library()
-        reduced = (
-            matmul.allow_bf16_reduced_precision_reduction,
-            matmul.allow_bf16_reduced_precision_reduction_split_k,
-        )
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+    __slots__ = ("_found",)
+    _found: tuple[Any, tuple[bool, bool]]
+
+    def __enter__(self) -> None:
+        get_library, set_library, get_reduced, set_reduced = _switches()
+        _lock.acquire()
         try:
-            yield
+            self._found = get_library(), get_reduced()
+            set_library(_LIBRARY)
+            if self._found[1] != _WHOLE:
+                set_reduced(*_WHOLE)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            # nothing was found where reading the switches failed
+            if (found := getattr(self, "_found", None)) is not None:
+                _, set_library, _, set_reduced = _switches()
+                library, reduced = found
+                if reduced != _WHOLE:
+                    set_reduced(*reduced)
+                set_library(library)
         finally:
-            matmul.allow_bf16_reduced_precision_reduction = reduced
-            torch.backends.cuda.preferred_blas_library(library)
+            _lock.release()
 
 
 def _driver() -> str:
@@ -62,7 +102,8 @@ def environment(device_index: int) -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name(device_index),
         "driver": _driver(),
-        "torch": torch.__version__,
+        # a plain text: PyTorch's own parses both versions at every comparison
+        "torch": str(torch.__version__),
         "cublas": cublas,
         "workspace": f"{os.environ.get('CUBLASLT_WORKSPACE_SIZE', '')}/{os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')}",
     }
@@ -76,6 +117,17 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) ->
     """a [M, K], b [N, K] (either may be a transposed view) -> [M, N] of ``out_dtype``."""
     with no_split_k():
         return uncertified_matmul(a, b, bias, out_dtype)
+
+
+def product(views: str, out_dtype: torch.dtype, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    """``matmul`` of x [M, K] and y [N, K], y given as [K, N] where ``views`` is ``nn``, also x as [K, M] for ``tn``."""
+    first, second = x.t() if views == "tn" else x, y.t() if views == "nt" else y
+    with no_split_k():
+        if bias is not None:
+            return torch.addmm(bias, first, second)
+        if out_dtype == x.dtype:
+            return torch.mm(first, second)
+        return torch.mm(first, second, out_dtype=out_dtype)
 
 
 def uncertified_matmul(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -7,11 +7,15 @@ every fp32 operation (mean by IEEE division, rsqrt through fp64, x * rstd, times
 weight gradient adds rows in order in blocks of ROW_BLOCK rows, each a chain from +0, blocks folded left from +0.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_contract.triton_launch import Prepared
 from rl_norm.contract import ROW_BLOCK, gpu_lanes
 
 _KEPT_FORWARD, _KEPT_BACKWARD = 16, 8  # chunks of a row that fit in the registers
@@ -242,53 +246,121 @@ def _launch_shape(width: int, most: int, head_warps: int = 1) -> tuple[dict[str,
     )
 
 
+def prepared_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """``forward`` of any tensors of these shapes, types and device, with these strides and as many bytes off 16."""
+    (m, width), add = x.shape, residual is not None
+    given = (x, weight) if residual is None else (x, residual, weight)
+    if not _in_place(*given):
+        return lambda x, residual, weight: forward(_dense(x), _optional(residual), weight.contiguous(), eps)
+    empty = partial(torch.empty, (m, width), dtype=x.dtype, device=x.device)
+    scales = partial(torch.empty, m, dtype=torch.float32, device=x.device)
+    shape, options = _launch_shape(width, _KEPT_FORWARD, 2)
+    fixed = {
+        "M": m, "stride_x": x.stride(0), "stride_residual": x.stride(0) if residual is None else residual.stride(0),
+        "eps": eps, "ADD": add, **shape,
+    }  # fmt: skip
+    go = Prepared(rms_norm_fwd_kernel, (triton.cdiv(m, shape["ROWS"]),), fixed, **options) if m else None
+
+    def run(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, rstd = empty(), scales()
+        stream, other = (x, x) if residual is None else (empty(), residual)
+        if go is not None:
+            go(x, other, weight, y, stream, rstd)
+        return y, stream, rstd
+
+    return run
+
+
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [M, H] -> y, stream [M, H] (x itself without a residual), rstd fp32 [M]."""
-    x = _dense(x)
-    other = x if residual is None else _dense(residual)
-    m, width = x.shape
-    y = torch.empty((m, width), dtype=x.dtype, device=x.device)
-    stream = torch.empty_like(y) if residual is not None else x
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    if m:
-        shape, options = _launch_shape(width, _KEPT_FORWARD, 2)
-        rms_norm_fwd_kernel[(triton.cdiv(m, shape["ROWS"]),)](
-            x, other, weight.contiguous(), y, stream, rstd, m, x.stride(0), other.stride(0), eps,
-            ADD=residual is not None, **shape, **options,
-        )  # fmt: skip
-    return y, stream, rstd
+    return prepared_forward(x, residual, weight, eps)(x, residual, weight)
+
+
+def _in_place(*tensors: Tensor) -> bool:
+    """Whether kernels can read these as they lie: rows [M, H] dense, weights [H] contiguous."""
+    return all(t.is_contiguous() if t.dim() == 1 else _dense(t) is t for t in tensors)
+
+
+def _optional(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _dense(x)
+
+
+def prepared_grad_input(
+    dy: Tensor, stream: Tensor, weight: Tensor, rstd: Tensor, dstream: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """``grad_input`` of any tensors of these shapes, types and device, with these strides and as many bytes off 16."""
+    m, width = dy.shape
+    given = (dy, weight) if dstream is None else (dy, dstream, weight)
+    if not _in_place(*given) or not stream.is_contiguous():
+        return lambda dy, stream, weight, rstd, dstream: grad_input(
+            _dense(dy), stream.contiguous(), weight.contiguous(), rstd, _optional(dstream)
+        )
+    empty = partial(torch.empty, (m, width), dtype=stream.dtype, device=dy.device)
+    if not m:
+        return lambda *_: empty()
+    shape, options = _launch_shape(width, _KEPT_BACKWARD)
+    fixed = {
+        "M": m, "stride_dy": dy.stride(0), "stride_dstream": dy.stride(0) if dstream is None else dstream.stride(0),
+        "ADD": dstream is not None, **shape,
+    }  # fmt: skip
+    go = Prepared(rms_norm_bwd_kernel, (triton.cdiv(m, shape["ROWS"]),), fixed, **options)
+
+    def run(dy: Tensor, stream: Tensor, weight: Tensor, rstd: Tensor, dstream: Tensor | None) -> Tensor:
+        dx = empty()
+        go(dy, stream, weight, rstd, dy if dstream is None else dstream, dx)
+        return dx
+
+    return run
 
 
 def grad_input(dy: Tensor, stream: Tensor, weight: Tensor, rstd: Tensor, dstream: Tensor | None) -> Tensor:
     """[M, H] -> [M, H], rounded once."""
-    dy, stream = _dense(dy), stream.contiguous()
-    other = dy if dstream is None else _dense(dstream)
-    m, width = dy.shape
-    dx = torch.empty((m, width), dtype=stream.dtype, device=dy.device)
-    if m:
-        shape, options = _launch_shape(width, _KEPT_BACKWARD)
-        rms_norm_bwd_kernel[(triton.cdiv(m, shape["ROWS"]),)](
-            dy, stream, weight.contiguous(), rstd, other, dx, m, dy.stride(0), other.stride(0),
-            ADD=dstream is not None, **shape, **options,
-        )  # fmt: skip
-    return dx
+    return prepared_grad_input(dy, stream, weight, rstd, dstream)(dy, stream, weight, rstd, dstream)
+
+
+def prepared_grad_weight(
+    dy: Tensor, stream: Tensor, rstd: Tensor, heads: int, leaves: int
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``grad_weight`` of any tensors of these shapes, types and device, with these strides and as many bytes off 16.
+
+    One leaf comes as fp32 [H], several as [leaves, H].
+    """
+    size = (dy.shape[1],) if leaves == 1 else (leaves, dy.shape[1])
+    if _dense(dy) is not dy or not stream.is_contiguous():
+
+        def by_copies(dy: Tensor, stream: Tensor, rstd: Tensor) -> Tensor:
+            dy, stream = _dense(dy), stream.contiguous()
+            return prepared_grad_weight(dy, stream, rstd, heads, leaves)(dy, stream, rstd)
+
+        return by_copies
+    width, mine, device = dy.shape[1], heads // leaves, dy.device
+    rows = dy.shape[0] // heads * mine
+    if not rows:
+        return lambda *_: torch.zeros(size, dtype=torch.float32, device=device)
+    blocks, block_h = triton.cdiv(rows, ROW_BLOCK), min(256, triton.next_power_of_2(width))
+    fixed = {
+        "rows": rows, "heads": heads, "mine": mine, "blocks": blocks, "stride_dy": dy.stride(0), "H": width,
+        "ROW_BLOCK": ROW_BLOCK, "BLOCK_H": block_h,
+    }  # fmt: skip
+    grid = triton.cdiv(width, block_h), blocks, leaves
+    add_blocks = Prepared(weight_block_kernel, grid, fixed, num_warps=1, enable_fp_fusion=False)
+    fold_h = min(64, block_h)
+    fixed = {"blocks": blocks, "H": width, "BLOCK_H": fold_h, "STEP": 32}
+    grid = triton.cdiv(width, fold_h), leaves, 1
+    fold = Prepared(weight_fold_kernel, grid, fixed, num_warps=2, enable_fp_fusion=False)
+    empty = partial(torch.empty, dtype=torch.float32, device=device)
+
+    def run(dy: Tensor, stream: Tensor, rstd: Tensor) -> Tensor:
+        parts, out = empty((leaves, blocks, width)), empty(size)
+        add_blocks(dy, stream, rstd, parts)
+        fold(parts, out)
+        return out
+
+    return run
 
 
 def grad_weight(dy: Tensor, stream: Tensor, rstd: Tensor, heads: int, leaves: int) -> Tensor:
     """dy, stream [T * heads, H] -> fp32 [leaves, H]."""
-    dy, stream = _dense(dy), stream.contiguous()
-    width, mine = dy.shape[1], heads // leaves
-    rows = dy.shape[0] // heads * mine
-    out = torch.zeros((leaves, width), dtype=torch.float32, device=dy.device)
-    if rows:
-        blocks, block_h = triton.cdiv(rows, ROW_BLOCK), min(256, triton.next_power_of_2(width))
-        parts = torch.empty((leaves, blocks, width), dtype=torch.float32, device=dy.device)
-        weight_block_kernel[(triton.cdiv(width, block_h), blocks, leaves)](
-            dy, stream, rstd, parts, rows, heads, mine, blocks, dy.stride(0), width,
-            ROW_BLOCK=ROW_BLOCK, BLOCK_H=block_h, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
-        fold_h = min(64, block_h)
-        weight_fold_kernel[(triton.cdiv(width, fold_h), leaves)](
-            parts, out, blocks, width, BLOCK_H=fold_h, STEP=32, num_warps=2, enable_fp_fusion=False
-        )
-    return out
+    return prepared_grad_weight(dy, stream, rstd, heads, leaves)(dy, stream, rstd).view(leaves, dy.shape[1])
