@@ -2,9 +2,9 @@
 
 vLLM warms up and captures what it can foresee: whole forward passes at its own sizes. Which of our kernels a step needs
 is decided by more: how many queries each request has, for how many rows tokens are drawn, who asks for which
-log-probability. The calls here go through the same functions as a step, on zeros. They leave no request behind, and write
-no key and no value (every slot is padding), but for two short requests of vLLM's own in pages that are free; the worker
-forgets their launches.
+log-probability. The calls here go through the same functions as a step, on zeros. They leave no request behind, and
+write no key and no value (every slot is padding), but for two short requests of vLLM's own in pages that are free; the
+worker forgets their launches.
 """
 
 import gc
