@@ -5,7 +5,7 @@ takes longer than the launch. An operator that keeps what it decided by shapes, 
 that out already: it keeps a ``Prepared`` beside its decisions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -121,6 +121,23 @@ class Prepared:
             # no metadata and no hooks of this launch
             self._head, self._direct = (function, metadata, None, None, None), run
         self._compiled = compiled
+
+
+def launcher(compiled: Any) -> Callable[..., None]:
+    """``launch(grid, device, *arguments)`` of a kernel that Triton has launched on ``device``, the current one, for a
+    caller that looks it up by what it was compiled for; ``grid``: three numbers."""
+    runtime, compilation, driver, launcher_known = _triton()
+    run: Any = getattr(compiled, "run", None)
+    head = (getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None), None, None, None)
+    known = launcher_known and not any(x is None for x in (run, *head[:2]))
+
+    def launch(grid: tuple[int, int, int], device: int, *arguments: Any) -> None:
+        if not known or _watched(runtime, compilation):
+            compiled[grid](*arguments)
+        else:
+            run(*grid, driver.active.get_current_stream(device), *head, *arguments)
+
+    return launch
 
 
 def at(descriptor: Any, base: Tensor) -> Any:

@@ -37,8 +37,8 @@ def grad_logits(
     k = gpu.ready(hidden)
     hidden, weight = gpu.rows_contiguous(hidden), gpu.rows_contiguous(weight)
     tokens, n = len(hidden), len(weight)
-    blocks = list(gpu.slices(n, GPU_GRAD_BLOCK))
-    if apart and len(blocks) > 1:
+    if apart and n > GPU_GRAD_BLOCK:
+        blocks = list(gpu.slices(n, GPU_GRAD_BLOCK))
         # every block lies alone, whole blocks of rows long
         shape: tuple[int, ...] = (len(blocks), -(-tokens // plans.MAX_BLOCK_M) * plans.MAX_BLOCK_M, GPU_GRAD_BLOCK)
         out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)

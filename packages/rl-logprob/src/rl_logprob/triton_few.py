@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_logprob.triton_launch import launch
+from rl_logprob.triton_launch import descriptor, launch
 
 _HIP = torch.version.hip is not None
 _OPTIONS = {"enable_fp_fusion": False} | ({"kpack": 1, "matrix_instr_nonkdim": 16} if _HIP else {})
@@ -209,8 +208,8 @@ def add_hidden(
     options = {"num_warps": shape.warps, "num_stages": shape.stages, **_OPTIONS}
     if shape.per_sm:
         grid = (min(processors * shape.per_sm, tiles[0] * tiles[1] * tiles[2]), 1, 1)
-        a = TensorDescriptor.from_tensor(d, [shape.rows, shape.depth])
-        b = TensorDescriptor.from_tensor(weight, [shape.depth, shape.columns])
+        a = descriptor(d, [shape.rows, shape.depth])
+        b = descriptor(weight, [shape.depth, shape.columns])
         launch(hidden_tma_kernel, grid, (a, b, parts, tokens, n, h), {**flags, "SLICES": shape.slices}, **options)
     else:
         launch(hidden_kernel, tiles, (d, weight, parts, tokens, n, h, d.stride(0), weight.stride(0)), flags, **options)
@@ -228,8 +227,8 @@ def add_weight(d: Tensor, hidden: Tensor, out: Tensor, add: bool, processors: in
     tokens = hidden.shape[0]
     if shape.per_sm:
         grid = (min(processors * shape.per_sm, tiles[0] * tiles[1]), 1, 1)
-        a = TensorDescriptor.from_tensor(d, [shape.depth, shape.rows])
-        b = TensorDescriptor.from_tensor(hidden, [shape.depth, shape.columns])
+        a = descriptor(d, [shape.depth, shape.rows])
+        b = descriptor(hidden, [shape.depth, shape.columns])
         launch(weight_tma_kernel, grid, (a, b, out, tokens, n, h), {**flags, "SLICES": shape.slices}, **options)
     else:
         launch(weight_kernel, tiles, (d, hidden, out, tokens, n, h, d.stride(0), hidden.stride(0)), flags, **options)

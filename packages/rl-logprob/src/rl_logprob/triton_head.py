@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_logprob.plans import Kernel
+from rl_logprob.triton_launch import descriptor
 from rl_logprob.triton_launch import launch as launch_kernel
 from rl_logprob.triton_tiles import load_support, logit_gradient, row_temperature, scaled, supported, tile_sums
 
@@ -272,9 +272,9 @@ def launch(
     if kernel.kind == "tma":
         if gradient is not None:
             width = kernel.block_n // kernel.slices
-            head = (*head[:-1], TensorDescriptor.from_tensor(target, [kernel.block_m, width]))
-        a = TensorDescriptor.from_tensor(hidden, [kernel.block_m, kernel.block_k])
-        b = TensorDescriptor.from_tensor(weight, [kernel.block_n, kernel.block_k])
+            head = (*head[:-1], descriptor(target, [kernel.block_m, width]))
+        a = descriptor(hidden, [kernel.block_m, kernel.block_k])
+        b = descriptor(weight, [kernel.block_n, kernel.block_k])
         grid = (min(processors * kernel.per_sm, blocks), 1, 1)
         constants = {**blocks_of, "SLICES": kernel.slices, **flags}
         launch_kernel(head_tma_kernel, grid, (a, b, *head, *tail), constants, **options)

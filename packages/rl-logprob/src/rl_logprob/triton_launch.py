@@ -5,6 +5,7 @@ integers are multiples of 16 and which integers are 1. With few rows the host is
 out once more takes longer than the launch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,28 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_contract.triton_launch import at, keep, launcher, without_base
 
 # AMD's compiler also asks how large a tensor is
 _HIP = torch.version.hip is not None
-_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+_descriptors: dict[tuple[Any, ...], Any] = {}
+
+
+def descriptor(x: Tensor, block: list[int]) -> Any:
+    """``TensorDescriptor.from_tensor(x, block)``, whose checks are made once for tensors that look alike.
+
+    x: at a multiple of 16 bytes.
+    """
+    key = (x.shape, x.stride(), x.dtype, *block)
+    found = _descriptors.get(key)
+    if found is None:
+        made = TensorDescriptor.from_tensor(x, block)
+        keep(_descriptors, key, without_base(made))
+        return made
+    return at(found, x)
 
 
 def launch(
@@ -42,10 +61,11 @@ def launch(
         kernel[grid](*args, **constants, **options)
         return
     values = tuple(constants.values())
-    key = (kernel.fn, driver.active.get_current_device(), *kinds, values, *options.values())
+    device = driver.active.get_current_device()
+    key = (kernel.fn, device, *kinds, values, *options.values())
     found = _compiled.get(key)
     if found is not None:
-        found[grid](*args, *values)
+        found(grid, device, *args, *values)
         return
     if kernel.arg_names[len(args) :] != list(constants):
         raise TypeError(
@@ -53,4 +73,4 @@ def launch(
         )
     compiled = kernel[grid](*args, **constants, **options)
     if isinstance(compiled, CompiledKernel):
-        _compiled[key] = compiled
+        _compiled[key] = launcher(compiled)
