@@ -198,6 +198,7 @@ def test_batch_is_forgotten_with_its_tensor_and_starts_with_gaps_are_taken(direc
     batch = metadata.on_device("test", q, k, cu, cu, None)
     assert metadata.on_device("test", q, k, cu, cu, None) is batch
     assert batch.positions_of_keys() is batch.positions
+    assert all(x is y and x.dtype == torch.int32 for x, y in zip(batch.narrow(), batch.narrow(), strict=True))
     gone, held = weakref.ref(cu), weakref.ref(batch)
     del cu, batch
     gc.collect()

@@ -155,7 +155,7 @@ def _by_library(
     scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: metadata.Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     found: tuple[torch.Tensor, torch.Tensor] = nosplit.packed(
-        q, k, v, batch.cu_q, batch.cu_k, batch.positions, scale, eager=True
+        q, k, v, *batch.narrow(), batch.positions, scale, eager=True
     )
     return found
 

@@ -26,12 +26,19 @@ class Batch:
         self.cu_q, self.cu_k, self.positions, self.tokens = cu_q, cu_k, positions, tokens
         # queries and keys are the same rows
         self._of_keys = positions if own else None
+        self._narrow: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def positions_of_keys(self) -> torch.Tensor:
         """int64 [Tk]: index of each key inside its sequence, found once."""
         if self._of_keys is None:
             self._of_keys = positions_of_all_keys(self.cu_k, self.tokens)
         return self._of_keys
+
+    def narrow(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``cu_q`` and ``cu_k`` as int32, made once."""
+        if self._narrow is None:
+            self._narrow = self.cu_q.to(torch.int32), self.cu_k.to(torch.int32)
+        return self._narrow
 
 
 # by cu_seqlens_q; a training step hands the same tensors to every layer
