@@ -153,3 +153,51 @@ def test_layout_shares_that_wait_are_whole_after_they_are_settled(monkeypatch, w
         if world > 1:
             assert torch.equal(left[8 // world * r :][: 8 // world], whole[0][8 // world * r :][: 8 // world] + r + 1.0)
             assert not torch.equal(left, whole[0] + 1.0)
+
+
+@pytest.mark.parametrize("most", [1, 100, 1 << 28])
+def test_layout_gradients_that_wait_for_tokens_are_added_in_order_by_few_calls(monkeypatch, most):
+    """Two batches, of which one rank holds fewer rows; each weight's additions stay in the order of its backwards."""
+    monkeypatch.setattr(rl_contract.shares, "MOST_BYTES", most)
+    g = torch.Generator().manual_seed(0)
+    batches = [[torch.tensor([0, 3]), torch.tensor([-1, 2, 1])], [torch.tensor([1, -1, 0]), torch.tensor([2])]]
+
+    def add(grad, part):
+        grad.add_(part)
+
+    rows = [[torch.randn(4, 5, generator=g) * 1e4, torch.randn(4, 2, generator=g).bfloat16()] for _ in batches]
+
+    def rank(comm):
+        comm.calls = 0
+        gather, grads = comm.all_gather, [torch.full((5, 2), 0.1), torch.full((2,), 0.3)]
+
+        def counted(x, dim):
+            comm.calls += 1
+            return gather(x, dim=dim)
+
+        comm.all_gather = counted
+        later = LaterShares(comm)
+        for places, (x, y) in zip(batches, rows):
+            shards, mine = TokenShards(comm, places, later=later), places[comm.rank]
+            shards.with_all((x[mine], y[mine]), lambda x, y: add(grads[0], x.t() @ y.float()))
+            shards.with_all((y[mine],), lambda y: add(grads[1], y.float().sum(0)))
+        before = comm.calls
+        later.settle()
+        return grads, before
+
+    want = [torch.full((5, 2), 0.1), torch.full((2,), 0.3)]
+    for places, (x, y) in zip(batches, rows):
+        whole = max(int(p.max()) for p in places) + 1
+        want[0].add_(x[:whole].t() @ y[:whole].float())
+        want[1].add_(y[:whole].float().sum(0))
+    for grads, before in on_ranks(2, rank):
+        assert all(torch.equal(a, b) for a, b in zip(grads, want))
+        assert before == {1: 6, 100: 5, 1 << 28: 0}[most]
+
+
+def test_a_gradient_that_nobody_takes_is_named():
+    later = LaterShares(SingleRank())
+    TokenShards(SingleRank(), [torch.arange(2)], later=later).with_all((torch.ones(2, 1),), lambda x: x)
+    with pytest.raises(ContractError, match="has none now; keep it until the optimizer's step"):
+        later.settle()
+    later.settle()

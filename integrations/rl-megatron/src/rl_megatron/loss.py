@@ -185,7 +185,7 @@ def tree_total(x: Tensor) -> Tensor:
     x = x.clone() if whole == n else torch.nn.functional.pad(x, (0, whole - n), value=-0.0)
     while whole > 1:
         whole //= 2
-        left, right = x.unflatten(-1, (whole, 2)).unbind(-1)
+        left, right = x.reshape(*x.shape[:-1], whole, 2).unbind(-1)
         x = left + right
     return x.squeeze(-1)
 

@@ -19,7 +19,7 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
         given = type(found).__name__
     elif found.dtype != torch.float32 or found.shape != weight.shape or found.device != weight.device:
         given = f"{found.dtype} {tuple(found.shape)} on {found.device}"
-    elif found.layout != torch.strided or not distinct(zip(found.shape, found.stride())):
+    elif found.layout != torch.strided or not (found.is_contiguous() or distinct(zip(found.shape, found.stride()))):
         given = str(found.layout)
         if found.layout == torch.strided:
             given = f"a view with strides {found.stride()}, in which elements share memory"

@@ -4,14 +4,18 @@ Nothing is added here: a row's owner has it whole, and its peers take its bytes 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from rl_contract.communicator import Communicator, gather_each
+from rl_contract.errors import ContractError
 
 # how many elements are gathered at once, and how many tensors are filled in one call
 MOST_ELEMENTS = 1 << 26
 MOST_TENSORS = 32
+# how many bytes of a rank's own tokens wait for a gather at most, before the one that is more
+MOST_BYTES = 1 << 28
 
 # a gradient, and the rows of each rank's share that are meant
 _Piece = tuple[torch.Tensor, int, int]
@@ -67,26 +71,64 @@ def _groups(totals: Iterable[torch.Tensor], world: int) -> Iterator[list[_Piece]
 
 
 class LaterShares:
-    """Gradients whose rows of peers are taken over later, all at once, instead of at every addition.
+    """Weight gradients that wait: for one call that gathers the tokens of many, and for the rows of peers.
 
-    A rank's own rows are whole at any time, so it may add to them again and again before its peers ask for them. What
-    lies in the rows of peers until ``settle`` is of no use.
+    A gradient's rows of this rank are whole once its jobs have run, so more can be added to them again and again before
+    peers ask for them. What lies in the rows of peers until ``settle`` is of no use. Every rank must make the same
+    calls in the same order.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._totals: dict[int, torch.Tensor] = {}
+        self._jobs: list[_Job] = []
+        self._held = 0
 
     def add(self, total: torch.Tensor) -> None:
         """Remember ``total``, in which this rank's own rows are right."""
         self._totals[id(total)] = total
 
+    def defer(self, parts: list[torch.Tensor], order: torch.Tensor, use: Callable[..., object]) -> None:
+        """Call ``use`` with what peers and this rank hold of each of ``parts``, in ``order``: soon, or with ``settle``.
+
+        ``use`` must add to a ``main_grad`` and return None.
+        """
+        self._jobs.append(_Job(parts, order, use))
+        # the same on every rank, as their parts are of one shape
+        self._held += sum(part.numel() * part.element_size() for part in parts)
+        if self._held >= MOST_BYTES:
+            self._run()
+
     def clear(self) -> None:
         """Forget all of them, whose values are no longer wanted."""
         self._totals.clear()
+        self._jobs, self._held = [], 0
 
     def settle(self) -> None:
-        """Make every remembered total whole, on every rank; ranks remember the same ones in the same order."""
+        """Make every gradient whole, on every rank."""
+        self._run()
         totals = list(self._totals.values())
         self._totals.clear()
         take_over(self.comm, totals)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        jobs = self._jobs
+        self._jobs, self._held = [], 0
+        if not jobs:
+            return
+        gathered = gather_each(self.comm, [part for job in jobs for part in job.parts])
+        gathered.reverse()
+        for job in jobs:
+            # what a job has taken is freed before the next one
+            every = [gathered.pop()[job.order] for _ in job.parts]
+            if job.use(*every) is not None:
+                raise ContractError(
+                    "a weight had a main_grad in its backward and has none now; keep it until the optimizer's step"
+                )
+
+
+class _Job(NamedTuple):
+    parts: list[torch.Tensor]
+    order: torch.Tensor
+    use: Callable[..., object]

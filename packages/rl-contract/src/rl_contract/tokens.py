@@ -73,6 +73,22 @@ class TokenShards:
         Raises:
             ContractError: as ``gather``.
         """
+        return [every[self.order] for every in gather_each(self.comm, self._parts(tensors))]
+
+    def with_all(self, tensors: Sequence[torch.Tensor], use: Callable[..., object]) -> None:
+        """``use(*gather_each(*tensors))``, which adds to a ``main_grad`` and returns None: now, or when ``later`` will.
+
+        Raises:
+            ContractError: as ``gather``.
+        """
+        parts = self._parts(tensors)
+        if self.later is not None:
+            self.later.defer(parts, self.order, use)
+        else:
+            use(*(every[self.order] for every in gather_each(self.comm, parts)))
+
+    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank sends, of one length on all ranks."""
         parts = []
         for x in tensors:
             if len(x) != self.rows:
@@ -82,7 +98,7 @@ class TokenShards:
             parts.append(x.contiguous())
         if self.order.device != tensors[0].device:
             self.order = to_device(self.order, tensors[0].device)
-        return [every[self.order] for every in gather_each(self.comm, parts)]
+        return parts
 
     def weight_grad(self, size: int, compute: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """``[size, ...]``, of which this rank computes ``compute(first, last) -> [last - first, ...]`` over all tokens.

@@ -1,5 +1,6 @@
 """The public linear layers and SwiGLU, with their gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,9 @@ class _Linear(torch.autograd.Function):
             else:
                 dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
         dbias = bias is not None and ctx.needs_input_grad[2]
+        if ctx.tokens is not None and ctx.needs_input_grad[1] and not dbias and main_grad_of(weight) is not None:
+            ctx.tokens.with_all((dy, x), partial(_add_to_weight, weight, boundary, ctx.tokens))
+            return dx, *[None] * 8
         if ctx.tokens is not None and ctx.needs_input_grad[1]:
             dy, x = ctx.tokens.gather_each(dy, x)
         elif ctx.tokens is not None and dbias:
@@ -69,6 +73,10 @@ class _Linear(torch.autograd.Function):
             ones = torch.ones((len(dy), 1), dtype=dy.dtype, device=dy.device)
             db = add_to_main_grad(bias, ops.grad_weight(dy, ones, boundary)[:, 0])
         return dx, dw, db, None, None, None, None, None, None
+
+
+def _add_to_weight(weight: Tensor, boundary: str, tokens: TokenShards, dy: Tensor, x: Tensor) -> Tensor | None:
+    return _weight_gradient(weight, dy, x, boundary, tokens)
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, tokens: TokenShards | None) -> Tensor | None:

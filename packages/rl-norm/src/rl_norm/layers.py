@@ -1,5 +1,6 @@
 """The public RMSNorm, with its gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,18 +58,26 @@ class _RMSNorm(torch.autograd.Function):
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
                 dx = ops.grad_input(dy, stream, weight, rstd, dstream)
             if ctx.needs_input_grad[1]:
-                main_grad_of(weight)
-                if ctx.tokens is not None:
-                    dy, stream, rstd = _all_tokens(ctx.tokens, ctx.heads, dy, stream, rstd)
-                root = ops.grad_weight(dy, stream, rstd, ctx.heads, ctx.leaves)
-                dw = add_to_main_grad(weight, root if ctx.comm is None else ctx.comm.all_reduce(root))
+                into = partial(_weight_gradient, weight, ctx.heads, ctx.leaves, ctx.comm)
+                rows = (
+                    [t.reshape(-1, ctx.heads, *t.shape[1:]) for t in (dy, stream, rstd)]
+                    if ctx.tokens is not None
+                    else []
+                )
+                if main_grad_of(weight) is not None and ctx.tokens is not None:
+                    ctx.tokens.with_all(rows, into)
+                else:
+                    dw = into(*(ctx.tokens.gather_each(*rows) if ctx.tokens is not None else (dy, stream, rstd)))
         return dx, dw, dx if ctx.added else None, None, None, None, None, None
 
 
-def _all_tokens(tokens: TokenShards, heads: int, *tensors: Tensor) -> list[Tensor]:
-    """Of each tensor, rows [T/c * heads, ...] of this rank's tokens -> [T * heads, ...] of all."""
-    every = tokens.gather_each(*(x.reshape(-1, heads, *x.shape[1:]) for x in tensors))
-    return [x.flatten(0, 1) for x in every]
+def _weight_gradient(
+    weight: Tensor, heads: int, leaves: int, comm: Communicator | None, dy: Tensor, stream: Tensor, rstd: Tensor
+) -> Tensor | None:
+    """From all tokens' dy, stream [T * heads, H] or [T, heads, H], rstd alike; None where ``main_grad`` took it."""
+    dy, stream, rstd = dy.reshape(-1, dy.shape[-1]), stream.reshape(-1, stream.shape[-1]), rstd.reshape(-1)
+    root = ops.grad_weight(dy, stream, rstd, heads, leaves)
+    return add_to_main_grad(weight, root if comm is None else comm.all_reduce(root))
 
 
 def rms_norm(
