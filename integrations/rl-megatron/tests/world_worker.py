@@ -77,7 +77,7 @@ def run_rank(folder: Path, rank: int, began: float) -> None:
     import rl_megatron.trainer  # noqa: F401 - so that its time is told apart
 
     # a few layers' tokens, so that some gradients are added inside a backward and the last ones by the step
-    rl_contract.shares.MOST_BYTES = 1 << 18
+    rl_contract.shares.MOST_BYTES = 1 << 19
     say("imported")
     torch.set_num_threads(1)
     job = pickle.loads((folder / "job.pkl").read_bytes())

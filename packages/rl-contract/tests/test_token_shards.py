@@ -155,7 +155,7 @@ def test_layout_shares_that_wait_are_whole_after_they_are_settled(monkeypatch, w
             assert not torch.equal(left, whole[0] + 1.0)
 
 
-@pytest.mark.parametrize("most", [1, 100, 1 << 28])
+@pytest.mark.parametrize("most", [1, 200, 1 << 29])
 def test_layout_gradients_that_wait_for_tokens_are_added_in_order_by_few_calls(monkeypatch, most):
     """Two batches, of which one rank holds fewer rows; each weight's additions stay in the order of its backwards."""
     monkeypatch.setattr(rl_contract.shares, "MOST_BYTES", most)
@@ -192,7 +192,7 @@ def test_layout_gradients_that_wait_for_tokens_are_added_in_order_by_few_calls(m
         want[1].add_(y[:whole].float().sum(0))
     for grads, before in on_ranks(2, rank):
         assert all(torch.equal(a, b) for a, b in zip(grads, want))
-        assert before == {1: 6, 100: 5, 1 << 28: 0}[most]
+        assert before == {1: 6, 200: 5, 1 << 29: 0}[most]
 
 
 def test_a_gradient_that_nobody_takes_is_named():

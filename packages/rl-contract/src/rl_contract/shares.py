@@ -14,8 +14,8 @@ from rl_contract.errors import ContractError
 # how many elements are gathered at once, and how many tensors are filled in one call
 MOST_ELEMENTS = 1 << 26
 MOST_TENSORS = 32
-# how many bytes of a rank's own tokens wait for a gather at most, before the one that is more
-MOST_BYTES = 1 << 28
+# how many bytes of all ranks' tokens wait for a gather at most, before the job that makes them more
+MOST_BYTES = 1 << 29
 
 # a gradient, and the rows of each rank's share that are meant
 _Piece = tuple[torch.Tensor, int, int]
@@ -95,7 +95,7 @@ class LaterShares:
         """
         self._jobs.append(_Job(parts, order, use))
         # the same on every rank, as their parts are of one shape
-        self._held += sum(part.numel() * part.element_size() for part in parts)
+        self._held += self.comm.world_size * sum(part.numel() * part.element_size() for part in parts)
         if self._held >= MOST_BYTES:
             self._run()
 
