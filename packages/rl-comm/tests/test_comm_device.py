@@ -147,6 +147,26 @@ def test_several_tensors_are_agreed_on_and_launched_once(monkeypatch):
     assert on_ranks(2, said) == [[("all_gather", 1)]] * 2
     assert launched == ["group"] * 2
 
+    @contextmanager
+    def unknown(group):
+        yield
+        raise RuntimeError("Backend nccl does not support allgather_into_tensor_coalesced")
+
+    def alone(rank):
+        mover = device.NcclMover(rank, rank.rank, 2, SimpleNamespace(agree=lambda call: None))
+        probe = torch.zeros(2, 16, dtype=torch.uint8)
+        found = [mover._groups(probe)]
+        monkeypatch.setattr(device.dist, "_coalescing_manager", unknown)
+        rank.everyone(0)
+        found.append(mover._groups(probe))
+        mover._grouped = found[-1]
+        whole = torch.full((2, 3), 9, dtype=torch.uint8)
+        whole[rank.rank] = rank.rank
+        mover.gather_into(Call("all_gather", torch.uint8, torch.uint8, 0, (2, 3)), [whole, whole.clone()])
+        return [*found, whole.tolist()]
+
+    assert on_ranks(2, alone) == [[True, False, [[0] * 3, [1] * 3]]] * 2
+
 
 def test_a_rank_waits_awake_for_a_peer_that_is_busy_and_asleep_for_one_that_is_away(monkeypatch):
     call = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda")

@@ -21,10 +21,12 @@ class NcclMover:
     def __init__(self, group: Any, rank: int, world_size: int, agreement: Board | Signatures) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
         self._agreement = agreement
+        self._grouped = True
         # connections are made at the first use of each form, which must not be inside a graph capture
         if torch.cuda.is_available():
             probe = torch.zeros(world_size, 16, dtype=torch.uint8, device=torch.cuda.current_device())
             self._gather(probe[0])
+            self._grouped = self._groups(probe)
             dist.all_to_all_single(torch.empty_like(probe), probe, group=group)
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
@@ -47,10 +49,21 @@ class NcclMover:
             self._agreement.agree(call)
         self._launch([(whole, whole[self.rank]) for whole in wholes])
 
+    def _groups(self, probe: torch.Tensor) -> bool:
+        """Whether this build of the backend launches several gathers as one; else each is launched by itself."""
+        try:
+            self._launch([(whole, whole[self.rank]) for whole in (probe, probe.clone())])
+        except RuntimeError as error:
+            # it is the same build on every rank, and nothing was launched
+            if "support" not in str(error):
+                raise
+            return False
+        return True
+
     def _launch(self, moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Each (whole [world_size, n], payload [n]), all in one launch."""
         moved = [(whole.view(-1), payload) for whole, payload in moved if payload.numel()]
-        with dist._coalescing_manager(group=self.group) if len(moved) > 1 else nullcontext():
+        with dist._coalescing_manager(group=self.group) if self._grouped and len(moved) > 1 else nullcontext():
             for whole, payload in moved:
                 dist.all_gather_into_tensor(whole, payload, group=self.group)
 
