@@ -37,7 +37,11 @@ def add_to_main_grad(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor |
     Raises:
         ContractError: as ``main_grad_of``; nothing is written.
     """
-    main_grad = main_grad_of(weight)
+    return add_onto(main_grad_of(weight), weight, grad)
+
+
+def add_onto(main_grad: torch.Tensor | None, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """``add_to_main_grad`` where ``main_grad_of(weight)`` has been looked up already."""
     if main_grad is None:
         return grad.to(weight.dtype)
     main_grad.add_(grad)

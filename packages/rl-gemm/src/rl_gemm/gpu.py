@@ -17,7 +17,7 @@ from rl_contract import ContractError, MissingSupport
 from rl_contract.evidence import gpu_tally
 from rl_contract.triton_launch import keep
 from rl_gemm import plans, vendor
-from rl_gemm.contract import GPU_TOKEN_BLOCK, MATRIX_STEP
+from rl_gemm.contract import MATRIX_STEP
 
 _MAX_LEAVES = 16
 _GLUON_TRITON = "3.6."
@@ -109,7 +109,14 @@ def known(key: Any) -> Any | None:
     return call.run if call is not None and plans.current(call.own.arch) is call.own else None
 
 
-def _check(a: Tensor, b: Tensor, leaves: int, fused: int) -> str:
+def kept(key: Any, own: plans.Plans, run: Any) -> Any:
+    """``run``, which ``known`` finds from now on while ``own`` are the plans in force."""
+    keep(_calls, key, Call(own, run))
+    return run
+
+
+def check(a: Tensor, b: Tensor, leaves: int, fused: int) -> str:
+    """Name of the contracts of the device that holds a [M, K] and b [N, K]; raises as ``gemm``."""
     name = arch(a.device.index or 0)
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         raise ContractError(
@@ -194,7 +201,7 @@ def prepare(key: tuple[Any, ...], x: Tensor, y: Tensor, bias: Tensor | None = No
     """
     _, _, _, leaves, fused, out_dtype, operation, boundary, views = key
     a, b = _VIEWS[views](x, y)
-    name = _check(a, b, leaves, fused)
+    name = check(a, b, leaves, fused)
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0:
         return lambda x, *_: x.new_empty((m, n), dtype=out_dtype)
@@ -218,13 +225,13 @@ def prepare(key: tuple[Any, ...], x: Tensor, y: Tensor, bias: Tensor | None = No
         if use == plans.LIBRARY:
             if leaves == 1 and _library_may(own, operation, weight, rows, a, b, bias, out_dtype):
                 count = gpu_tally(boundary, f"rl_gemm.{vendor.NAME}", operation)
-                return keep(_calls, key, Call(own, _counted(count, _library(a, views, out_dtype)))).run
+                return kept(key, own, _counted(count, _library(a, views, out_dtype)))
             continue
         kernel = _shallow(own.kernels[use], k // leaves // fused, fused)
         if _fits(kernel, a, b, k // leaves, fused):
             count = gpu_tally(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}")
             run = _launcher(kernel, a, b, leaves, fused, bias, out_dtype)
-            return keep(_calls, key, Call(own, _counted(count, run))).run
+            return kept(key, own, _counted(count, run))
     raise MissingSupport(
         f"no plan of {own.arch} fits {operation} N={n} K={k} leaves={leaves} M={m}; add a row to the plan file"
     )
@@ -250,7 +257,7 @@ def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor | None:
 
 def prepare_gate_up(key: tuple[Any, ...], x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor | None]:
     """The call of ``gate_up_swiglu`` with these tensors; kept where it holds for others that look alike."""
-    name = _check(x, weight, 1, 1)
+    name = check(x, weight, 1, 1)
     m, (n, k) = x.shape[0], weight.shape
     if _dense(x) is not x or _dense(weight) is not weight:
         return lambda x, weight: gate_up_swiglu(_dense(x), _dense(weight))
@@ -260,8 +267,8 @@ def prepare_gate_up(key: tuple[Any, ...], x: Tensor, weight: Tensor) -> Callable
             break
         kernel = own.kernels[use]
         if x.stride(1) == weight.stride(1) == 1 and _fits(kernel, x, weight, k, 1):
-            return keep(_calls, key, Call(own, _gate_up_launcher(kernel, x, weight, f"{name}:{use}"))).run
-    return keep(_calls, key, Call(own, lambda *_: None)).run
+            return kept(key, own, _gate_up_launcher(kernel, x, weight, f"{name}:{use}"))
+    return kept(key, own, lambda *_: None)
 
 
 def _gate_up_launcher(kernel: plans.Kernel, x: Tensor, weight: Tensor, plan: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -277,62 +284,6 @@ def _gate_up_launcher(kernel: plans.Kernel, x: Tensor, weight: Tensor, plan: str
         return out
 
     return run
-
-
-def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
-    """dy [T, N], x [T, K] -> fp32 [N, K]: blocks of tokens in packed order, each a chain, folded left in fp32."""
-    if 0 < dy.shape[0] <= GPU_TOKEN_BLOCK:
-        return gemm(dy, x, operation="grad_weight", boundary=boundary, views="tn")
-    total = None
-    for start in range(0, dy.shape[0], GPU_TOKEN_BLOCK):
-        block = slice(start, start + GPU_TOKEN_BLOCK)
-        part = gemm(dy[block], x[block], operation="grad_weight", boundary=boundary, views="tn")
-        total = part if total is None else total.add_(part)
-    if total is None:
-        return torch.zeros((dy.shape[1], x.shape[1]), dtype=torch.float32, device=dy.device)
-    return total
-
-
-def add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str) -> None:
-    """total fp32 [N, K] += the blocks of ``grad_weight``, one after another."""
-    if not dy.shape[0]:
-        _check(dy, x, 1, 1)
-    for start in range(0, dy.shape[0], GPU_TOKEN_BLOCK):
-        a, b = dy, x
-        if dy.shape[0] > GPU_TOKEN_BLOCK:
-            a, b = dy[start : start + GPU_TOKEN_BLOCK], x[start : start + GPU_TOKEN_BLOCK]
-        key = "onto", looks(total), looks(a), looks(b), boundary
-        (known(key) or prepare_onto(key, total, a, b, boundary))(total, a, b)
-
-
-def prepare_onto(
-    key: tuple[Any, ...], total: Tensor, dy: Tensor, x: Tensor, boundary: str
-) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """What adds one block's product to ``total``; kept for tensors that look alike."""
-    own = plans.current(_check(dy, x, 1, 1))
-    if _library_adds(own, total, dy, x):
-        count = gpu_tally(boundary, f"rl_gemm.{vendor.NAME}", "grad_weight onto main_grad")
-
-        def run(total: Tensor, dy: Tensor, x: Tensor) -> None:
-            count()
-            with vendor.no_split_k():
-                torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
-
-    else:
-
-        def run(total: Tensor, dy: Tensor, x: Tensor) -> None:
-            total.add_(gemm(dy, x, operation="grad_weight", boundary=boundary, views="tn"))
-
-    return keep(_calls, key, Call(own, run)).run
-
-
-def _library_adds(own: plans.Plans, total: Tensor, dy: Tensor, x: Tensor) -> bool:
-    """Whether the library is certified for this product; it then adds its accumulators to ``total``, rounded once."""
-    tensors = (total, dy, x)
-    if not vendor.aligned(*tensors) or not all(t.is_contiguous() for t in tensors):
-        return False
-    n, k = total.shape
-    return own.certified(vendor.environment(dy.device.index or 0), "grad_weight", n, k, len(dy), False)
 
 
 def _library_may(

@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator, ContractError, TokenShards
-from rl_contract.gradients import add_to_main_grad, main_grad_of
+from rl_contract.checks import require_tensor
+from rl_contract.gradients import add_onto, main_grad_of
 from rl_contract.tokens import check_peers
 from rl_gemm import ops
 
 
 def _local_leaves(leaves: int, comm: Communicator | None) -> int:
+    # what nearly every call gives is right at a glance
+    if comm is None and type(leaves) is int:
+        return leaves
     world = 1 if comm is None else comm.world_size
     if not isinstance(leaves, int) or isinstance(leaves, bool):
         raise ContractError(f"leaves={leaves!r}; supported: an integer, a power of two; convert it")
@@ -38,40 +42,41 @@ class _Linear(torch.autograd.Function):
         tokens: TokenShards | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.comm, ctx.leaves, ctx.fused, ctx.column, ctx.tokens = comm, leaves, fused, column, tokens
+        ctx.how = comm, leaves, fused, column, tokens
         return _forward(x, weight, bias, comm, leaves, out_dtype, column)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        comm, boundary = ctx.comm, "gemm.column" if ctx.column else "gemm.row"
+        comm, leaves, fused, column, tokens = ctx.how
+        boundary = "gemm.column" if column else "gemm.row"
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         # a refused main_grad must leave the other as it was
-        for needed, parameter in ((ctx.needs_input_grad[1], weight), (ctx.needs_input_grad[2], bias)):
-            if needed:
-                main_grad_of(parameter)
-        if ctx.needs_input_grad[0]:
-            if ctx.column:
+        if needs_weight:
+            main_grad_of(weight)
+        bias_onto = main_grad_of(bias) if needs_bias else None
+        if needs_x:
+            if column:
                 alone = comm is None or comm.world_size == 1
                 out_dtype = x.dtype if alone else torch.float32
-                dx = ops.grad_input(dy, weight, _local_leaves(ctx.leaves, comm), ctx.fused, boundary, out_dtype)
+                dx = ops.grad_input(dy, weight, _local_leaves(leaves, comm), fused, boundary, out_dtype)
                 if not alone:
                     dx = comm.all_reduce(dx, out_dtype=x.dtype)
             else:
                 dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
-        dbias = bias is not None and ctx.needs_input_grad[2]
-        if ctx.tokens is not None and ctx.needs_input_grad[1] and not dbias and main_grad_of(weight) is not None:
-            ctx.tokens.with_all((dy, x), partial(_add_to_weight, weight, boundary, ctx.tokens))
+        if tokens is not None and needs_weight and not needs_bias and main_grad_of(weight) is not None:
+            tokens.with_all((dy, x), partial(_add_to_weight, weight, boundary, tokens))
             return dx, *[None] * 8
-        if ctx.tokens is not None and ctx.needs_input_grad[1]:
-            dy, x = ctx.tokens.gather_each(dy, x)
-        elif ctx.tokens is not None and dbias:
-            dy = ctx.tokens.gather(dy)
-        if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(weight, dy, x, boundary, ctx.tokens)
-        if dbias:
+        if tokens is not None and needs_weight:
+            dy, x = tokens.gather_each(dy, x)
+        elif tokens is not None and needs_bias:
+            dy = tokens.gather(dy)
+        if needs_weight:
+            dw = _weight_gradient(weight, dy, x, boundary, tokens)
+        if needs_bias:
             ones = torch.ones((len(dy), 1), dtype=dy.dtype, device=dy.device)
-            db = add_to_main_grad(bias, ops.grad_weight(dy, ones, boundary)[:, 0])
+            db = add_onto(bias_onto, bias, ops.grad_weight(dy, ones, boundary)[:, 0])
         return dx, dw, db, None, None, None, None, None, None
 
 
@@ -86,7 +91,7 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, token
     total = main_grad if weight.is_cuda or tokens is not None else None
     if tokens is None:
         if total is None:
-            return add_to_main_grad(weight, ops.grad_weight(dy, x, boundary))
+            return add_onto(main_grad, weight, ops.grad_weight(dy, x, boundary))
         ops.add_grad_weight(total, dy, x, boundary)
         return None
     if total is None:
@@ -94,7 +99,7 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, boundary: str, token
         def share(first: int, last: int) -> Tensor:
             return ops.grad_weight(dy[:, first:last].contiguous(), x, boundary)
 
-        return add_to_main_grad(weight, tokens.weight_grad(dy.shape[1], share))
+        return add_onto(main_grad, weight, tokens.weight_grad(dy.shape[1], share))
 
     def add(part: Tensor, first: int, last: int) -> None:
         ops.add_grad_weight(part, dy[:, first:last].contiguous(), x, boundary)
@@ -123,7 +128,10 @@ def _forward(
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    ops.check_tensors("linear", x=x, weight=weight, bias=bias)
+    require_tensor("linear", "x", x)
+    require_tensor("linear", "weight", weight)
+    if bias is not None:
+        require_tensor("linear", "bias", bias)
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[-1] == 0:
         raise ContractError(
             f"linear got x {tuple(x.shape)}, weight {tuple(weight.shape)}; needs x [..., K], weight [N, K], one K > 0"
@@ -144,13 +152,18 @@ def _apply(
     out_dtype = out_dtype or x.dtype
     ops.check_type("x", x)
     ops.check_out(bias, x, weight.shape[0], out_dtype)
-    rows = x.reshape(-1, x.shape[-1])
-    needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if torch.is_grad_enabled() and needs_grad:
+    rows = _rows(x)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
         y = _Linear.apply(rows, weight, bias, comm, leaves, fused, out_dtype, column, tokens)
     else:
         y = _forward(rows, weight, bias, comm, leaves, out_dtype, column)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y if rows is x else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def column_parallel_linear(
@@ -268,12 +281,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
         ContractError: an odd last dimension or another type.
         MissingSupport: a device without kernels.
     """
-    ops.check_tensors("swiglu", gate_up=gate_up)
+    require_tensor("swiglu", "gate_up", gate_up)
     if gate_up.dim() < 1 or gate_up.shape[-1] == 0 or gate_up.shape[-1] % 2:
         raise ContractError(f"swiglu got {tuple(gate_up.shape)}; needs [..., 2F] = [gate, up] with F > 0")
-    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    rows = _rows(gate_up)
     y = _SwiGLU.apply(rows) if torch.is_grad_enabled() and gate_up.requires_grad else ops.swiglu(rows)
-    return y.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    return y if rows is gate_up else y.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 def gate_up_swiglu(
@@ -302,11 +315,13 @@ def gate_up_swiglu(
         ContractError: shapes or types outside the contract, or N not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
-    ops.check_tensors("gate_up_swiglu", x=x, weight=weight)
+    require_tensor("gate_up_swiglu", "x", x)
+    require_tensor("gate_up_swiglu", "weight", weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2, tokens=tokens))
     _check_shapes(x, weight)
     check_peers("gate_up_swiglu", comm, tokens)
     ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), 2)
-    y = ops.gate_up_swiglu(x.reshape(-1, x.shape[-1]), weight)
-    return y.view(*x.shape[:-1], weight.shape[0] // 2)
+    rows = _rows(x)
+    y = ops.gate_up_swiglu(rows, weight)
+    return y if rows is x else y.view(*x.shape[:-1], weight.shape[0] // 2)

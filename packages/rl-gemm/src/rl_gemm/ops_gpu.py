@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_contract import ContractError, MissingSupport
 from rl_contract.evidence import gpu_tally
 from rl_contract.triton_launch import keep
-from rl_gemm import gpu, ops, plans
+from rl_gemm import gpu, gpu_grad, ops, plans
 
 _swiglus: dict[Any, Callable[..., Tensor]] = {}
 
@@ -62,13 +62,13 @@ def _grad_input(
 @ops.grad_weight.register_kernel("cuda")
 def _grad_weight(dy: Tensor, x: Tensor, boundary: str = "gemm.column") -> Tensor:
     ops.check_grad_weight(dy, x)
-    return gpu.grad_weight(dy, x, boundary)
+    return gpu_grad.grad_weight(dy, x, boundary)
 
 
 @ops.add_grad_weight.register_kernel("cuda")
 def _add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str = "gemm.column") -> None:
     ops.check_grad_weight(dy, x)
-    gpu.add_grad_weight(total, dy, x, boundary)
+    gpu_grad.add_grad_weight(total, dy, x, boundary)
 
 
 def _check_swiglu(gate_up: Tensor) -> None:

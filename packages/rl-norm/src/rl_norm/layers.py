@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import require_tensor
-from rl_contract.gradients import add_to_main_grad, main_grad_of
+from rl_contract.gradients import add_onto, main_grad_of
 from rl_contract.tokens import check_peers
 from rl_norm import ops
 
@@ -41,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
         tokens: TokenShards | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.comm, ctx.heads, ctx.leaves, ctx.added, ctx.tokens = comm, heads, leaves, residual is not None, tokens
+        ctx.how = comm, heads, leaves, residual is not None, tokens
         if residual is None:
             y, rstd = ops.rms_norm(x, weight, eps)
             ctx.save_for_backward(x, weight, rstd)
@@ -53,31 +53,34 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
         stream, weight, rstd = ctx.saved_tensors
+        comm, heads, leaves, added, tokens = ctx.how
+        needs_x, needs_weight, needs_residual, *_ = ctx.needs_input_grad
         dx, dw = dstream, None
         if dy is not None:
-            if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+            if needs_x or needs_residual:
                 dx = ops.grad_input(dy, stream, weight, rstd, dstream)
-            if ctx.needs_input_grad[1]:
-                into = partial(_weight_gradient, weight, ctx.heads, ctx.leaves, ctx.comm)
-                rows = (
-                    [t.reshape(-1, ctx.heads, *t.shape[1:]) for t in (dy, stream, rstd)]
-                    if ctx.tokens is not None
-                    else []
-                )
-                if main_grad_of(weight) is not None and ctx.tokens is not None:
-                    ctx.tokens.with_all(rows, into)
+            if needs_weight:
+                into = partial(_weight_gradient, weight, heads, leaves, comm)
+                if tokens is None:
+                    dw = into(dy, stream, rstd)
                 else:
-                    dw = into(*(ctx.tokens.gather_each(*rows) if ctx.tokens is not None else (dy, stream, rstd)))
-        return dx, dw, dx if ctx.added else None, None, None, None, None, None
+                    rows = [t.reshape(-1, heads, *t.shape[1:]) for t in (dy, stream, rstd)]
+                    if main_grad_of(weight) is not None:
+                        tokens.with_all(rows, into)
+                    else:
+                        dw = into(*tokens.gather_each(*rows))
+        return dx, dw, dx if added else None, None, None, None, None, None
 
 
 def _weight_gradient(
     weight: Tensor, heads: int, leaves: int, comm: Communicator | None, dy: Tensor, stream: Tensor, rstd: Tensor
 ) -> Tensor | None:
     """From all tokens' dy, stream [T * heads, H] or [T, heads, H], rstd alike; None where ``main_grad`` took it."""
-    dy, stream, rstd = dy.reshape(-1, dy.shape[-1]), stream.reshape(-1, stream.shape[-1]), rstd.reshape(-1)
+    main_grad = main_grad_of(weight)
+    if dy.dim() > 2:
+        dy, stream, rstd = (t.flatten(0, 1) for t in (dy, stream, rstd))
     root = ops.grad_weight(dy, stream, rstd, heads, leaves)
-    return add_to_main_grad(weight, root if comm is None else comm.all_reduce(root))
+    return add_onto(main_grad, weight, root if comm is None else comm.all_reduce(root))
 
 
 def rms_norm(
@@ -109,9 +112,10 @@ def rms_norm(
         ContractError: shapes, types, eps or leaves outside the contract.
         MissingSupport: a device without kernels.
     """
-    for name, given in (("x", x), ("weight", weight), ("residual", residual)):
-        if given is not None or name != "residual":
-            require_tensor("rms_norm", name, given)
+    require_tensor("rms_norm", "x", x)
+    require_tensor("rms_norm", "weight", weight)
+    if residual is not None:
+        require_tensor("rms_norm", "residual", residual)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
     if not isinstance(eps, (int, float)) or isinstance(eps, bool):
@@ -129,15 +133,20 @@ def rms_norm(
             )
         heads = x.shape[-2]
         own = _head_leaves(heads, leaves, 1 if comm is None else comm.world_size)
-    rows = x.reshape(-1, x.shape[-1])
-    add = None if residual is None else residual.reshape(-1, x.shape[-1])
-    needs_grad = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
-    if torch.is_grad_enabled() and needs_grad:
+    # rows as they are need no view, here nor in the gradient
+    flat, width = x.dim() == 2, x.shape[-1]
+    rows = x if flat else x.reshape(-1, width)
+    add = residual if flat or residual is None else residual.reshape(-1, width)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
+    ):
         result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own, tokens)
     elif add is None:
         result = ops.rms_norm(rows, weight, float(eps))[0]
     else:
         result = ops.add_rms_norm(rows, add, weight, float(eps))[:2]
+    if flat:
+        return result
     if residual is None:
         return result.view(x.shape)
     return result[0].view(x.shape), result[1].view(x.shape)
