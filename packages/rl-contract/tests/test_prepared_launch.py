@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 
 def body_same_launches():
@@ -187,6 +187,98 @@ def body_same_launches():
         Prepared(leading, (1,), {"B": 3})
 
 
+def body_compiled_function():
+    """The function that Triton 3.6 compiles for a kernel is called with what Triton's launcher would give it."""
+    from types import SimpleNamespace
+
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from rl_contract.triton_launch import _MOST_MAPS, Prepared, at, without_base
+
+    calls, maps = [], []
+
+    class Function:
+        def __call__(self, *given):
+            calls.append([value.data_ptr() if hasattr(value, "data_ptr") else value for value in given])
+
+    class Utils:
+        def load_binary(self, *_):
+            return 0, 5, 32, 0, 1024
+
+        def get_device_properties(self, _):
+            return {"max_shared_mem": 232448}
+
+        def fill_tma_descriptor(self, *given):
+            maps.append(given)
+            return tuple(map(str, given))
+
+    nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=Function())
+    nvidia.library_dirs = lambda: []
+    driver.set_active(
+        SimpleNamespace(
+            utils=Utils(), launcher_cls=nvidia.CudaLauncher, get_current_device=lambda: 0,
+            get_current_stream=lambda _: 7, get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        )
+    )  # fmt: skip
+
+    @triton.jit
+    def plain(a, b, c, size, eps, A: triton.language.constexpr):
+        triton.language.store(b, triton.language.load(a + size) + A + eps)
+
+    @triton.jit
+    def described(first, second, b, size, A: triton.language.constexpr):
+        tile = first.load([0, 0]) + triton.language.trans(second.load([0, 0]))
+        triton.language.store(b + triton.language.arange(0, A), triton.language.sum(tile, 0))
+
+    def descriptor(rows, columns, block):
+        return TensorDescriptor.from_tensor(torch.empty(rows, columns, dtype=torch.bfloat16), block)
+
+    def compare(prepared, kernel, given, fixed):
+        calls.clear()
+        kernel[(2, 3)](*given, *fixed.values(), num_warps=2)
+        prepared(*given)
+        assert len(calls) == 2
+        triton_s, ours = calls
+        assert ours[:10] == triton_s[:10]
+        # Triton's launch metadata and its chains of hooks, which are empty
+        assert ours[10:13] == [None] * 3
+        assert ours[13:] == triton_s[13:]
+
+    out = torch.empty(64)
+    fixed = {"size": 3, "eps": 0.5, "A": 16}
+    prepared = Prepared(plain, (2, 3), fixed, num_warps=2)
+    for a in (out, torch.empty(64), torch.empty(64)):
+        prepared(a, out, None)
+        compare(prepared, plain, (a, out, None), fixed)
+    assert isinstance(prepared._direct, Function)
+    fixed = {"size": 3, "A": 16}
+    prepared = Prepared(described, (2, 3), fixed, num_warps=2)
+    first, second = without_base(descriptor(40, 16, [16, 16])), without_base(descriptor(24, 64, [16, 16]))
+    places = [torch.empty(40, 64, dtype=torch.bfloat16) for _ in range(3)]
+    for a in places:
+        for b in places:
+            prepared(at(first, a), at(second, b), out)
+            compare(prepared, described, (at(first, a), at(second, b), out), fixed)
+    assert isinstance(prepared._direct, Function)
+    maps.clear()
+    prepared(at(first, places[0]), at(second, places[1]), out)
+    assert not maps
+    # another shape at a place that is known
+    other = without_base(descriptor(41, 16, [16, 16]))
+    for kind in (other, first):
+        compare(prepared, described, (at(kind, places[0]), at(second, places[1]), out), fixed)
+    kept = prepared._maps._kept
+    room = torch.empty(16 * (_MOST_MAPS + 40), dtype=torch.bfloat16)
+    for i in range(_MOST_MAPS + 5):
+        prepared(at(first, room[16 * i :]), at(second, places[1]), out)
+        assert len(kept) <= _MOST_MAPS
+
+
 def body_interpreter():
     import torch
     import triton
@@ -207,11 +299,14 @@ def body_interpreter():
     assert prepared._compiled is None
 
 
-@pytest.mark.parametrize("name", ["same_launches", "interpreter"])
+@pytest.mark.parametrize("name", ["same_launches", "compiled_function", "interpreter"])
 def test_prepared_launch(name):
+    if name == "compiled_function" and not triton.__version__.startswith("3.6."):
+        pytest.skip("needs Triton 3.6")
+    paths = os.path.dirname(__file__), os.environ.get("PYTHONPATH")
     env = os.environ | {
         "TRITON_INTERPRET": "1" if name == "interpreter" else "0",
-        "PYTHONPATH": os.path.dirname(__file__),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     command = f"import test_prepared_launch as t; t.body_{name}()"
     subprocess.run([sys.executable, "-c", command], env=env, check=True, timeout=300)

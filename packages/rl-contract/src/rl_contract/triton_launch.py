@@ -16,6 +16,9 @@ _MOST = 4096
 _ALIGNMENT = 16
 # the launcher of a compiled kernel is called as in these; elsewhere the kernel itself is, as Triton documents
 _KNOWN_LAUNCHER = ("3.6.", "3.7.", "3.8.", "3.9.")
+# in these, what such a launcher does before it calls the function compiled for the kernel is known, too
+_KNOWN_FUNCTION = "3.6."
+_MOST_MAPS = 256
 _Value = TypeVar("_Value")
 _missing = object()
 
@@ -54,7 +57,9 @@ class Prepared:
         options: of the compiler, as ``num_warps``.
     """
 
-    __slots__ = ("_compiled", "_device", "_direct", "_fixed", "_grid", "_head", "_options", "_order", "_tail", "kernel")
+    __slots__ = (
+        "_compiled", "_device", "_direct", "_fixed", "_grid", "_head", "_maps", "_options", "_order", "_tail", "kernel",
+    )  # fmt: skip
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], fixed: Mapping[str, Any], **options: Any) -> None:
         self.kernel, self._fixed, self._options = kernel, dict(fixed), options
@@ -71,6 +76,7 @@ class Prepared:
         self._compiled: Any = None
         self._direct: Any = None
         self._head: tuple[Any, ...] = ()
+        self._maps: _Maps | None = None
         self._device = -1
 
     def __call__(self, *moving: Any) -> None:
@@ -80,11 +86,15 @@ class Prepared:
         runtime, compilation, driver, _ = _triton()
         active = driver.active
         device = active.get_current_device()
-        addresses, given = 0, []
+        addresses = 0
+        given: list[Any] = []
         for value in moving:
             if isinstance(value, Tensor):
                 value = value.data_ptr()
                 addresses |= value
+            elif self._maps is not None and value is not None:
+                given += self._maps.of(len(given), value)
+                continue
             given.append(value)
         if addresses % _ALIGNMENT or device != self._device or _watched(runtime, compilation):
             return self._by_triton(moving)
@@ -120,7 +130,59 @@ class Prepared:
         if launcher_known and metadata is not None:
             # no metadata and no hooks of this launch
             self._head, self._direct = (function, metadata, None, None, None), run
+            bare = _bare(run, compiled) if self._order is None else None
+            if bare is not None:
+                self._direct, self._maps = bare
+                flags = run.launch_cooperative_grid, run.launch_pdl
+                # no scratch either
+                self._head = (function, *flags, None, None, metadata, None, None, None)
         self._compiled = compiled
+
+
+class _Maps:
+    """The copy engine's maps of the descriptors that a kernel is given, kept by where their tensors lie."""
+
+    def __init__(self, make: Callable[[Any, Any], list[Any]], metadata: list[Any]) -> None:
+        self._make, self._metadata = make, metadata
+        self._kept: dict[tuple[int, int], tuple[Any, Any, list[Any]]] = {}
+        self._numbers: dict[int, int] = {}
+
+    def of(self, place: int, descriptor: Any) -> list[Any]:
+        """What stands for ``descriptor`` among the arguments, the first of which is number ``place``."""
+        key = place, descriptor.base.data_ptr()
+        found = self._kept.get(key)
+        # one address may hold tensors of several shapes
+        if found is not None and found[0] is descriptor.shape and found[1] is descriptor.strides:
+            return found[2]
+        # descriptors come in the order of their places
+        number = self._numbers.setdefault(place, len(self._numbers))
+        made = self._make(descriptor, self._metadata[number])
+        if len(self._kept) >= _MOST_MAPS:
+            self._kept.clear()
+        self._kept[key] = descriptor.shape, descriptor.strides, made
+        return made
+
+
+def _bare(run: Any, compiled: Any) -> tuple[Any, _Maps | None] | None:
+    """The function that Triton's launcher ``run`` calls in the end, and what makes its arguments of descriptors; None
+    where that is not known, or where a launch needs scratch memory."""
+    import triton
+
+    kind = type(run)
+    if not triton.__version__.startswith(_KNOWN_FUNCTION) or kind.__name__ != "CudaLauncher":
+        return None
+    from triton.backends.nvidia import driver
+
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    call, names = run.launch, getattr(getattr(run.launch, "__code__", None), "co_freevars", ())
+    metadata = getattr(compiled.metadata, "tensordesc_meta", None)
+    if not names:
+        return (call, None) if not metadata else None
+    inner = dict(zip(names, call.__closure__, strict=True)).get("launcher")
+    if inner is None or not metadata or None in metadata:
+        return None
+    return inner.cell_contents, _Maps(driver.make_tensordesc_arg, metadata)
 
 
 def launcher(compiled: Any) -> Callable[..., None]:
