@@ -33,7 +33,11 @@ def start():
 
     from rl_gemm import plans
 
-    torch.mm = mm
+    def addmm(total, a, b, out_dtype, out):
+        assert out is total
+        launched.append(("addmm", total.data_ptr(), a.data_ptr(), a.shape, a.stride(), b.data_ptr(), b.shape))
+
+    torch.mm, torch.addmm = mm, addmm
     environment = dict(plans.shipped("sm90").certificates[0].environment)
     vendor.environment = lambda _: environment
     return active, launched
@@ -62,6 +66,7 @@ def body_same_launches():
         yield aligned(m, k + 8)[:, :k]
 
     gate_up, plain = aligned(6144, 1024), torch.Tensor.contiguous
+    totals = [aligned(2048, 1024, dtype=torch.float32, off=off) for off in (4, 0)]
 
     def contiguous(x):
         return x if x.is_contiguous() else aligned(*x.shape).copy_(plain(x))
@@ -72,6 +77,7 @@ def body_same_launches():
         "tree": lambda x, w, dy: ops.matmul_tree(x, w, 2),
         "grad_input": lambda x, w, dy: ops.grad_input(dy, w, 2, 1),
         "grad_weight": lambda x, w, dy: ops.grad_weight(dy, x),
+        "onto": lambda x, w, dy: ops.add_grad_weight(totals[x.data_ptr() % 512 == 0], dy, x),
         "gate_up": lambda x, w, dy: ops.gate_up_swiglu(x, gate_up),
         "swiglu": lambda x, w, dy: ops.swiglu(x),
         "swiglu_backward": lambda x, w, dy: ops.swiglu_backward(dy[:, : x.shape[1] // 2], x),
@@ -87,7 +93,7 @@ def body_same_launches():
         launched.clear()
         reset_launches()
         makers[name](*tensors)
-        found = {t.data_ptr() for t in (*tensors, gate_up)}
+        found = {t.data_ptr() for t in (*tensors, *totals, gate_up)}
         return [tuple(place(part, found) for part in launch) for launch in launched], launches()
 
     cases = []
@@ -107,6 +113,7 @@ def body_same_launches():
     assert all(launched and counts for launched, counts in anew)
     checked = {(name, launch[0]) for (name, _), (launched, _) in zip(cases, anew, strict=True) for launch in launched}
     assert {("matmul", "mm"), ("matmul", "gemm_tma_kernel"), ("matmul", "gemm_leaf_kernel")} <= checked, checked
+    assert {("onto", "addmm"), ("onto", "mm"), ("onto", "gemm_tma_kernel")} <= checked, checked
     assert {("grad_weight", "mm"), ("gate_up", "gate_up_swiglu_kernel"), ("tree", "merge_kernel")} <= checked, checked
 
 

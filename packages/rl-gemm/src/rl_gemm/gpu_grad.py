@@ -15,6 +15,16 @@ from rl_gemm import gpu, plans, vendor
 from rl_gemm.contract import GPU_TOKEN_BLOCK
 
 
+def block_key(dy: Tensor, x: Tensor, boundary: str) -> tuple[Any, ...]:
+    """What the product of one block is kept by; several blocks are never kept as one."""
+    return gpu.gemm_key(dy, x, 1, 1, None, torch.float32, "grad_weight", boundary, "tn")
+
+
+def onto_key(total: Tensor, dy: Tensor, x: Tensor, boundary: str) -> tuple[Any, ...]:
+    """What adding the product of one block to ``total`` is kept by."""
+    return "onto", gpu.looks(total), gpu.looks(dy), gpu.looks(x), boundary
+
+
 def grad_weight(dy: Tensor, x: Tensor, boundary: str) -> Tensor:
     """dy [T, N], x [T, K] -> fp32 [N, K]: blocks of tokens in packed order, each a chain, folded left in fp32."""
     if 0 < dy.shape[0] <= GPU_TOKEN_BLOCK:
@@ -37,7 +47,7 @@ def add_grad_weight(total: Tensor, dy: Tensor, x: Tensor, boundary: str) -> None
         a, b = dy, x
         if dy.shape[0] > GPU_TOKEN_BLOCK:
             a, b = dy[start : start + GPU_TOKEN_BLOCK], x[start : start + GPU_TOKEN_BLOCK]
-        key = "onto", gpu.looks(total), gpu.looks(a), gpu.looks(b), boundary
+        key = onto_key(total, a, b, boundary)
         (gpu.known(key) or prepare_onto(key, total, a, b, boundary))(total, a, b)
 
 
