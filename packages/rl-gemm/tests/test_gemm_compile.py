@@ -48,7 +48,7 @@ def launch(kernel, leaves, operation):
     if kernel.kind == "hopper":
         from rl_gemm import gluon_tree
 
-        target = gluon_tree.workspace(kernel, a, b)() if kernel.parts > 1 else out
+        target = gluon_tree.workspace(kernel, a, b) if kernel.parts > 1 else out
         gluon_tree.launch(kernel, a, b, None, target, leaves, 1, 132)
     elif kernel.kind == "tree" or leaves == 1:
         triton_gemm.launch(kernel, a, b, None, out, leaves, 1, 132)

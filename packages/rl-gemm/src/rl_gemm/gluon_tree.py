@@ -8,7 +8,6 @@ workspace; the upper levels of the same tree join them afterwards.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import triton
@@ -276,10 +275,10 @@ def stages_that_fit(kernel: Kernel, leaves: int, out_dtype: torch.dtype) -> int:
     return min(kernel.stages, (SHARED_BYTES - stash - 256) // (2 * kernel.block_k * (kernel.block_m + kernel.block_n)))
 
 
-def workspace(kernel: Kernel, a: Tensor, b: Tensor) -> Callable[[], Tensor]:
-    """Makes fp32 [parts, M in whole tiles, N]: where ``launch`` leaves the roots of ``kernel.parts`` sub-trees."""
+def workspace(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    """fp32 [parts, M in whole tiles, N]: where ``launch`` leaves the roots of ``kernel.parts`` sub-trees."""
     rows = triton.cdiv(a.shape[0], kernel.block_m) * kernel.block_m
-    return partial(torch.empty, (kernel.parts, rows, b.shape[0]), dtype=torch.float32, device=a.device)
+    return torch.empty((kernel.parts, rows, b.shape[0]), dtype=torch.float32, device=a.device)
 
 
 def prepared(

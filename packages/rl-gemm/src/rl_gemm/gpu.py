@@ -379,11 +379,11 @@ def _launcher(
     empty = partial(torch.empty, (m, n), dtype=out_dtype, device=a.device)
     given, (first, second) = (leaves, fused, processors), stamps
     module, joins, early = _triton(), kernel.kind != "tree" and leaves > 1, kernel.kind == "tma"
-    parts = partial(torch.empty, (leaves, m, n), dtype=torch.float32, device=a.device)
+    size: tuple[int, ...] = (leaves, m, n)
     if kernel.kind == "hopper":
         module, joins = _gluon(), kernel.parts > 1
         assert module is not None
-        parts = module.workspace(kernel, a, b)
+        size = module.workspace(kernel, a, b).shape if joins else size
     if not joins:
         go = module.prepared(kernel, a, b, bias, empty(), *given, first)
 
@@ -393,6 +393,7 @@ def _launcher(
             return out
 
         return whole
+    parts = partial(torch.empty, size, dtype=torch.float32, device=a.device)
     roots = parts()
     go = module.prepared(kernel, a, b, None, roots, *given, first)
     merge = _merge().prepared(roots, bias, empty(), early, second)
