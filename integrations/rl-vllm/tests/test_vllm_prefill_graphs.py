@@ -4,9 +4,11 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from rl_contract import ContractError
 from rl_vllm import prefill_graphs
@@ -15,7 +17,7 @@ SIZES = [1, 8, 64, 72, 256, 512]
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
-def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1, longest=4096):
+def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1, longest=4096, requests=256):
     """vLLM's own, as far as it chooses graphs."""
 
     class Manager(cudagraph_utils.CudaGraphManager):
@@ -30,7 +32,7 @@ def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1, longest=4096):
         model_config=SimpleNamespace(max_model_len=longest),
     )
     made.compilation_config = SimpleNamespace(cudagraph_capture_sizes=SIZES, max_cudagraph_capture_size=max(SIZES))
-    made.max_num_reqs, made.cudagraph_mode, made.decode_query_len = 256, mode, 1
+    made.max_num_reqs, made.cudagraph_mode, made.decode_query_len = requests, mode, 1
     made.lora_capture_cases, made._lora_dispatch_map, made._max_lora_case = [0], {}, 0
     made.ubatch_runner, made.varlen_decode = None, False
     made._candidates, made._capture_descs = {}, {}
@@ -87,6 +89,23 @@ def test_no_graph_has_more_tokens_than_its_requests_can_have():
     assert captured == {(64, 1), (64, 8), (256, 8), (512, 8)}
     # one of more requests serves
     assert served(made, 1, 100) == (FULL, 256, 8)
+
+
+@pytest.mark.parametrize("requests", [1, 4, 7])
+def test_no_graph_has_more_requests_than_the_engine(requests):
+    made = manager(requests=requests)
+    prefill_graphs.extend(made)
+    captured = made._capture_descs[FULL]
+    assert len(set(captured)) == len(captured)
+    mixed = {d.num_reqs for d in captured if d.uniform_token_count is None}
+    assert mixed == {1, requests}
+    assert served(made, 1, 300) == (FULL, 512, 1)
+    assert served(made, requests, 500, 450) == (FULL, 512, requests)
+    # vLLM's own dummy batch of each, which writes into buffers of so many requests
+    for desc in captured:
+        buffers = InputBuffers(requests, 512, torch.device("cpu"))
+        count = desc.num_reqs or min(desc.num_tokens, requests)
+        assert int(InputBatch.make_dummy(count, desc.num_tokens, buffers).seq_lens.sum()) == desc.num_tokens
 
 
 @pytest.mark.parametrize("given", [{"mode": FULL}, {"mode": PIECEWISE}, {"dp": 2}])

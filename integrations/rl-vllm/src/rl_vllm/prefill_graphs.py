@@ -34,10 +34,12 @@ def extend(manager: Any) -> int:
         return 0
     # vLLM captures with as many keys as queries, and a request's block table has room for no more than this
     longest = manager.vllm_config.model_config.max_model_len
+    # an engine of fewer requests has buffers for no more
+    counts = sorted({min(requests, manager.max_num_reqs) for requests in REQUESTS})
     made = [
         replace(desc, cg_mode=full, num_reqs=requests)
         for desc in captured[piecewise]
-        for requests in REQUESTS
+        for requests in counts
         if desc.num_tokens % STEP == 0 and requests < desc.num_tokens <= requests * longest
         if not desc.num_active_loras
     ]
