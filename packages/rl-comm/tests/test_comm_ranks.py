@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -25,12 +26,13 @@ from rl_comm import (
     board,
     copy_to_ranks,
     gather_from_ranks,
+    mover,
     reduce_from_ranks,
     shared_memory,
     tree_sum,
 )
 from rl_comm.device import NcclMover
-from rl_comm.mover import Call, GlooMover
+from rl_comm.mover import HEADER_BYTES, Call, GlooMover
 from rl_contract import Communicator, ContractError, MissingSupport, launches, reset_launches
 
 TRANSPORT = "shared_memory"
@@ -133,22 +135,37 @@ def check_several_at_once(rank, world):
     first = torch.ones(2, 3)
     if world > 1:
         odd = torch.ones(4 + (rank == 1))
-        with pytest.raises(ContractError, match=r"rank 1 has all_gather\(shape \(2, 3\).*and 2 tensors beside it"):
-            comm.all_gather_each([first, odd, first])
+        mine = rf"This rank: \(2, 3\) torch.float32, \({4 + (rank == 1)},\) torch.float32, 2 x \(2, 3\) torch.float32$"
+        with pytest.raises(
+            ContractError, match=r"rank 1 has all_gather\(shape \(2, 3\).*and 3 tensors beside.*" + mine
+        ):
+            comm.all_gather_each([first, odd, first, first])
         with pytest.raises(ContractError, match=r"rank 1 has .*and 2 tensors beside it"):
             comm.all_gather_each([first] * (2 + (rank == 1)))
         with pytest.raises(ContractError, match="rank 1 has"):
             comm.all_gather_each([first, first.half() if rank == 1 else first])
         with pytest.raises(ContractError, match="supported: a dense" if rank == 1 else "refused on rank 1"):
             comm.all_gather_each([first, "x" if rank == 1 else first])
+        # what is sent differs, though the tensors are alike
+        whole = torch.full((world, 3), torch.nan)
+        with pytest.raises(ContractError, match="all_gather_into"):
+            comm.all_gather_into([whole]) if rank == 1 else comm.all_gather_each([whole])
+        for several in (comm.all_gather_each, comm.all_gather_into):
+            with pytest.raises(ContractError, match="got Tensor.*a list" if rank == 1 else "refused on rank 1"):
+                several(whole if rank == 1 else [whole])
+            with pytest.raises(ContractError, match="got int.*a list" if rank == 1 else "refused on rank 1"):
+                several(3 if rank == 1 else [whole])
+        assert whole.isnan().all()
     for wrong, words in (([], "at least one"), ([torch.ones(2), torch.tensor(1.0)], "dim=0")):
         with pytest.raises(ContractError, match=words):
             comm.all_gather_each(wrong)
-    for each in (make(), TreeCommunicator.over({"cpu": grouped}, rank, world)):
+    for each in (make(), comm, TreeCommunicator.over({"cpu": grouped}, rank, world)):
         wholes = [torch.full((3 * world, 5_000), torch.nan), torch.zeros(world, 7, dtype=torch.int64), torch.ones(0, 2)]
         wholes[0][3 * rank : 3 * rank + 3] = rank + 0.5
         wholes[1][rank] = rank
+        mover.PIECE_BYTES = 1 << (28 if each is comm else 12)
         each.all_gather_into(wholes)
+        each.all_gather_into([torch.empty(0, 3), torch.empty(world, 0)])
         assert torch.equal(wholes[0], (torch.arange(world) + 0.5).repeat_interleave(3)[:, None].expand(-1, 5_000))
         assert torch.equal(wholes[1], torch.arange(world)[:, None].expand(-1, 7))
     for wrong, words in ((torch.ones(3, world).t(), "strides"), (torch.ones(world + 1, 2), "divide")):
@@ -388,6 +405,15 @@ def check_board(rank, world):
         seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda"))
     with pytest.raises(ContractError, match="ranks make different calls"):
         seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (rank, 9), "cuda"))
+    # nothing that is kept of a call grows with its tensors
+    kept = board._kept.cache_info().currsize
+    for each in (held, seen, seen):
+        one = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda")
+        each.agree(replace(one, beside=(one,) * 500))
+        with pytest.raises(ContractError, match="ranks make different calls"):
+            each.agree(replace(one, beside=(one,) * 500 + (replace(one, shape=(rank,)),)))
+    assert board._kept.cache_info().currsize == kept
+    assert all(type(words) is bytes and len(words) == HEADER_BYTES for words in seen._seen)
 
 
 def check_ended_peer(rank, world):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from rl_comm import board
 from rl_comm.agreement import check_alike
 from rl_comm.device import NcclMover, StagedMover
-from rl_comm.mover import Call, GlooMover, Mover
-from rl_comm.refusals import each_problem, fits_op, no_group, parts_problem, unmovable, unusable
+from rl_comm.mover import Call, GlooMover, Mover, named
+from rl_comm.refusals import each_problem, fits_op, list_problem, no_group, parts_problem, unmovable, unusable
 from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
@@ -183,21 +183,20 @@ class TreeCommunicator:
         """``all_gather`` of each tensor along its first dimension, agreed on and launched as one call; no gradient.
 
         Args:
-            tensors: at least one, on one device; shapes and types may differ among them, not among ranks.
+            tensors: a list of at least one, on one device; shapes and types may differ among them, not among ranks.
 
         Raises:
             ContractError: on every rank, when shapes, dtypes or numbers of tensors differ, or when one rank refuses
                 its call.
             MissingSupport: on every rank, where all give tensors that are neither on the CPU nor on a GPU.
         """
-        tensors = list(tensors)
-        first, *others = [self._call("all_gather", x) for x in tensors] or [self._call("all_gather", None)]
-        call = replace(first, beside=tuple(others)) if others else first
-        self._refuse(call, each_problem([first, *others], tensors))
+        call, problem = self._several("all_gather", tensors)
+        self._refuse(call, problem)
         if self.world_size == 1:
-            return tensors
+            return list(tensors)
         payloads = [row_major_bytes(x) for x in tensors]
-        rows = self._mover(tensors[0]).gather_each(call, payloads)
+        with named(call):
+            rows = self._mover(tensors[0]).gather_each(call, payloads)
         self._record("all_gather", "bytes", tensors[0])
         return [
             part.reshape(-1).view(x.dtype).reshape(self.world_size * x.shape[0], *x.shape[1:])
@@ -208,21 +207,20 @@ class TreeCommunicator:
         """Fill the parts of peers in each tensor, in place, from their own; agreed on and launched as one call.
 
         Args:
-            wholes: at least one, on one device, contiguous; rank r's part are the r-th of ``world_size`` equal runs of
-                rows, of which this rank's own is sent and the others are overwritten.
+            wholes: a list of at least one, on one device, contiguous; rank r's part are the r-th of ``world_size`` equal
+                runs of rows, of which this rank's own is sent and the others are overwritten.
 
         Raises:
             ContractError: on every rank, as ``all_gather_each``, and where a tensor is not contiguous or ranks do not
                 divide its rows; nothing is written.
             MissingSupport: as ``all_gather_each``.
         """
-        wholes = list(wholes)
-        first, *others = [self._call("all_gather", x) for x in wholes] or [self._call("all_gather", None)]
-        call = replace(first, beside=tuple(others)) if others else first
-        self._refuse(call, each_problem([first, *others], wholes) or parts_problem(wholes, self.world_size))
+        call, problem = self._several("all_gather_into", wholes)
+        self._refuse(call, problem or parts_problem(wholes, self.world_size))
         if self.world_size > 1:
-            rows = [row_major_bytes(x).view(self.world_size, -1) for x in wholes if x.numel()]
-            self._mover(wholes[0]).gather_into(call, rows)
+            rows = [row_major_bytes(x).view(self.world_size, x.nbytes // self.world_size) for x in wholes]
+            with named(call):
+                self._mover(wholes[0]).gather_into(call, rows)
             self._record("all_gather", "bytes", wholes[0])
 
     def broadcast(self, x: torch.Tensor, *, source: int = 0) -> torch.Tensor:
@@ -251,6 +249,14 @@ class TreeCommunicator:
             return Call(op, None, None, said, (), self._device)
         known = out_dtype if isinstance(out_dtype, torch.dtype) else None
         return Call(op, x.dtype, known if out_dtype is not None else x.dtype, said, tuple(x.shape), x.device.type)
+
+    def _several(self, op: str, tensors: Any) -> tuple[Call, Exception | None]:
+        """The call that gathers each of ``tensors``, and why it can't be made, if so."""
+        # a tensor's rows would be taken for tensors
+        listed = list(tensors) if isinstance(tensors, Sequence) else []
+        first, *others = [self._call(op, x) for x in listed] or [self._call(op, None)]
+        call = replace(first, beside=tuple(others)) if others else first
+        return call, list_problem(tensors) or each_problem([first, *others], listed)
 
     def _mover(self, x: torch.Tensor) -> Mover:
         self._device = x.device.type

@@ -5,9 +5,13 @@ the payload as fits. A rank whose call differs is thus found before any size-dep
 a small payload costs one exchange.
 """
 
+import itertools
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -27,13 +31,16 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_gather_into", "broadcast", "barrier")
 MAX_DIMS = 8
 _HEADER_WORDS = 16
 HEADER_BYTES = _HEADER_WORDS * 8
 BLOCK_BYTES = 16384
 DEVICES = ("cpu", "cuda")
 _UNKNOWN = -1
+# bytes, of all ranks, that are gathered at once beside the memory they belong in
+PIECE_BYTES = 1 << 28
+_MOST_NAMED = 64
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,14 @@ class Call:
         """0 where nothing is moved beside; else how much, and a check over what."""
         if not self.beside:
             return 0
-        words = [word for call in self.beside for word in call.words()]
-        return len(self.beside) << 32 | zlib.crc32(struct.pack(f"{len(words)}q", *words))
+        return len(self.beside) << 32 | zlib.crc32(b"".join(map(packed_words, self.beside)))
+
+    def tensors(self) -> str:
+        """What is moved, in words; equal neighbours are counted."""
+        each = [f"{tuple(call.shape)} {call.dtype}" for call in (self, *self.beside)]
+        runs = [(text, len(list(same))) for text, same in itertools.groupby(each)]
+        more = f" and {len(runs) - _MOST_NAMED} more kinds" if len(runs) > _MOST_NAMED else ""
+        return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in runs[:_MOST_NAMED]) + more
 
     @staticmethod
     def of(words: list[int]) -> str:
@@ -83,12 +96,27 @@ class Call:
         return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place}){more}"
 
 
+# calls that move several tensors are made of few kinds, and are of many themselves
+@lru_cache(maxsize=4096)
+def packed_words(call: Call) -> bytes:
+    return struct.pack(f"{_HEADER_WORDS}q", *call.words())
+
+
 def _code(dtype: torch.dtype | None) -> int:
     return DTYPES.index(dtype) if dtype in DTYPES else _UNKNOWN
 
 
 def _name(code: int) -> str:
     return str(DTYPES[code]) if code >= 0 else "an unsupported dtype"
+
+
+@contextmanager
+def named(call: Call) -> Iterator[None]:
+    """Ranks that disagree about several tensors know of their peers' but number and digest: each tells its own."""
+    try:
+        yield
+    except ContractError as different:
+        raise ContractError(f"{different}. This rank: {call.tensors()}") from different
 
 
 class Mover(Protocol):
@@ -114,11 +142,29 @@ def gathered_as_one(mover: Mover, call: Call, payloads: list[torch.Tensor]) -> l
 
 
 def gathered_into(mover: Mover, rank: int, call: Call, wholes: list[torch.Tensor]) -> None:
-    """Row ``rank`` of each uint8 [world_size, n] goes to the peers, theirs into the other rows, by ``gather_each``."""
-    for whole, rows in zip(wholes, mover.gather_each(call, [whole[rank] for whole in wholes])):
-        for peer, theirs in enumerate(rows):
-            if peer != rank:
-                whole[peer].copy_(theirs)
+    """Row ``rank`` of each uint8 [world_size, n] goes to the peers, theirs into the other rows, by ``gather_each``.
+
+    In pieces, each of which is agreed on: what is gathered is held once more, and on a GPU that ranks share twice.
+    """
+    for pieces in _pieces(wholes):
+        for whole, rows in zip(pieces, mover.gather_each(call, [whole[rank] for whole in pieces])):
+            for peer, theirs in enumerate(rows):
+                if peer != rank:
+                    whole[peer].copy_(theirs)
+
+
+def _pieces(wholes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Columns of ``wholes``, in order, at most ``PIECE_BYTES`` at a time; at least one piece, which may be empty."""
+    pieces: list[torch.Tensor] = []
+    held = 0
+    for whole in wholes:
+        for part in whole.split(max(1, PIECE_BYTES // len(whole)), dim=1):
+            if pieces and held + part.numel() > PIECE_BYTES:
+                yield pieces
+                pieces, held = [], 0
+            pieces.append(part)
+            held += part.numel()
+    yield pieces
 
 
 class GlooMover:

@@ -1,5 +1,6 @@
 """What a communicator refuses: of its arguments when it is made, and of tensors when it is called."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ def unmovable(call: Call, x: torch.Tensor) -> Exception | None:
     return None
 
 
+def list_problem(tensors: Any) -> Exception | None:
+    if isinstance(tensors, Sequence):
+        return None
+    return ContractError(f"a gather of several tensors got {type(tensors).__name__}, supported: a list of tensors")
+
+
 def each_problem(calls: list[Call], tensors: list[torch.Tensor]) -> Exception | None:
     if not tensors:
         return ContractError("a gather of several tensors got none, supported: at least one")
@@ -47,7 +54,7 @@ def each_problem(calls: list[Call], tensors: list[torch.Tensor]) -> Exception | 
     return next((problem for problem in problems if problem is not None), None)
 
 
-def parts_problem(wholes: list[torch.Tensor], world_size: int) -> Exception | None:
+def parts_problem(wholes: Sequence[torch.Tensor], world_size: int) -> Exception | None:
     odd = next((x for x in wholes if not x.is_contiguous() or len(x) % world_size), None)
     if odd is None:
         return None
