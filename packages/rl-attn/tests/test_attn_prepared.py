@@ -341,3 +341,19 @@ def test_direct_calls_in_the_interpreter_have_the_bits_of_the_operators():
 def test_direct_is_for_plain_tensors_that_nobody_watches():
     assert not gpu.direct(torch.zeros(1))
     assert eager._unseen(torch.zeros(1)) is False
+
+
+def test_lengths_and_tables_with_gaps_reach_kernels_without(direct):
+    cache = PagedKV.from_vllm_split(torch.zeros(2, 8, 16, 2, 32).bfloat16(), num_kv_heads=2, head_dim=32)
+    q = torch.zeros(8, 4, 32).bfloat16()
+    starts, lens = torch.tensor([0, 5, 8], dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    wide = [torch.stack([x, x + 77], -1)[..., 0] for x in (starts, lens, table)]
+    for _ in range(2):
+        for given in ((starts, lens, table), wide):
+            names = ("query_start_loc", "seq_lens", "block_table")
+            attention_paged(q, cache, **dict(zip(names, given, strict=True)), scale=SCALE)
+            found = direct.forward.attn_fwd_kernel.launched[-1][1]
+            for name, want in (("cu_q", starts), ("seq_lens", lens), ("table", table)):
+                place = torch.as_strided(found[name], want.shape, want.stride())
+                assert torch.equal(place, want), name

@@ -101,7 +101,10 @@ def attention_packed(
 
     Args:
         q: ``[Tq, Hq, D]``, bf16 or fp32. k, v: ``[Tk, Hkv, D]``, same dtype. D a multiple of 8 up to 256.
-        cu_seqlens_q, cu_seqlens_k: int ``[sequences + 1]``, cumulative lengths; a sequence may be empty.
+        cu_seqlens_q, cu_seqlens_k: int ``[sequences + 1]``, cumulative lengths; a sequence may be empty. For q on a GPU
+            they and ``positions`` are looked at once a tensor, and again after a write: of tensors on the host after
+            any, of those on the GPU after writes that PyTorch counts. It counts none by a collective, by ``.data`` or
+            by a kernel of one's own; pass another tensor then.
         positions: int ``[Tq]``, absolute position of each query inside its own sequence, below the sequence's keys;
             default: the last rows of the sequence.
         scale: factor on scores, usually ``D ** -0.5``.
@@ -231,9 +234,13 @@ def attention_paged(
         return (found, lse) if return_lse else found
     rest = (query_start_loc, seq_lens, block_table, float(scale), key_tile, segment, max_query_len)
     if key is not None or gpu.direct(q):
+        eager.refuse_gradients(where, q, cache.k, cache.v)
+        given = out
         out, lse = gpu.paged(
             q, cache.k, cache.v, *rest[:-1], most_rows=max_query_len, least_rows=min_query_len, out=out
         )
+        if given is not None:
+            eager.count_writes(given)
     elif out is None:
         out, lse = ops.paged(q, cache.k, cache.v, *rest)
     else:

@@ -7,6 +7,7 @@ follows from shapes, strides, types and a few numbers; finding it out anew takes
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -30,6 +31,33 @@ def looks(*tensors: Tensor) -> tuple[Any, ...]:
     for x in tensors:
         found += (x.shape, x.dtype, x.device, x.layout)
     return tuple(found)
+
+
+class Values:
+    """What tensors held at one time, as far as can be told later without waiting for a GPU.
+
+    PyTorch counts its own writes, but none by NumPy, by ``.data``, by a collective or by a kernel of one's own. What is
+    on the host is compared itself. Of tensors of inference mode no write is counted at all: ``counted`` tells.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._marks = _marks(tensors)
+        self._copies = [x.clone() if x.device.type == "cpu" else None for x in tensors]
+
+    def hold(self, *tensors: Tensor) -> bool:
+        """Whether these are the same tensors, unchanged. They must have lived since."""
+        return _marks(tensors) == self._marks and all(
+            copy is None or torch.equal(x, copy) for x, copy in zip(tensors, self._copies, strict=True)
+        )
+
+
+def counted(*tensors: Tensor) -> bool:
+    """Whether PyTorch counts writes to all of them."""
+    return not any(x.is_inference() for x in tensors)
+
+
+def _marks(tensors: tuple[Tensor, ...]) -> list[tuple[int, int, int]]:
+    return [(id(x), x._version, x.data_ptr()) for x in tensors]
 
 
 class ByTensor(Generic[T]):

@@ -13,7 +13,7 @@ import torch
 
 from rl_attn import gpu, gpu_backward, ops, ops_backward
 from rl_attn.attention import attention_packed
-from rl_attn.calls import ByTensor
+from rl_attn.calls import ByTensor, Values, counted
 from rl_attn.checks import check_call, require_cu_seqlens, require_family, require_indices
 from rl_attn.metadata import positions_of_all_keys
 from rl_contract import Communicator, ContractError
@@ -128,21 +128,28 @@ class _Cut:
 
 
 # by cu_seqlens; a training step hands the same tensor to every layer
-_seen: ByTensor[tuple[Any, _Cut]] = ByTensor()
+_seen: ByTensor[tuple[Any, Values, _Cut]] = ByTensor()
 
 
 def _cut(cu_seqlens: torch.Tensor, rank: int, world: int, layout: str, device: torch.device) -> _Cut:
     """Checked and laid out once per tensor: cutting costs host time, and a look at a GPU's value stops the stream."""
-    key = (cu_seqlens._version, rank, world, layout, device)
-    known = _seen.get(cu_seqlens)
-    if known is not None and known[0] == key:
-        return known[1]
-    # a copy, since an entry that holds its own tensor never goes
-    held = cu_seqlens.cpu().long().clone()
-    rows = [cp_rows(held, r, world, layout) for r in range(world)]
-    every = positions_of_all_keys(held, int(held[-1]))
-    values = (held, held // world, every[rows[rank]], every, torch.cat(rows).argsort())
-    return _seen.keep(cu_seqlens, (key, _Cut(*(to_device(x, device) for x in values))))[1]
+    # a tensor of inference mode does not count its changes, so nothing found in one is kept
+    keeps = counted(cu_seqlens)
+    key = (rank, world, layout, device)
+    known = _seen.get(cu_seqlens) if keeps else None
+    if known is not None and known[0] == key and known[1].hold(cu_seqlens):
+        return known[2]
+    # a pass in inference mode may come first, and one with gradients after it
+    with torch.inference_mode(False):
+        # a copy, since an entry that holds its own tensor never goes
+        held = cu_seqlens.cpu().long().clone()
+        rows = [cp_rows(held, r, world, layout) for r in range(world)]
+        every = positions_of_all_keys(held, int(held[-1]))
+        values = (held, held // world, every[rows[rank]], every, torch.cat(rows).argsort())
+        cut = _Cut(*(to_device(x, device) for x in values))
+    if keeps:
+        _seen.keep(cu_seqlens, (key, Values(cu_seqlens), cut))
+    return cut
 
 
 class _ContextParallel(torch.autograd.Function):

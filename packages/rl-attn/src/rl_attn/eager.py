@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_attn import gpu, gpu_backward, gpu_rotary, ops, ops_backward
 from rl_attn.metadata import Batch
+from rl_contract import ContractError
 
 Forward = Callable[[Tensor, Tensor, Tensor, Batch], tuple[Tensor, Tensor]]
 
@@ -84,6 +85,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, run: 
 def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """``ops.write``; the caches count the change."""
     gpu_rotary.write(k_cache, v_cache, k, v, slots)
-    for cache in (k_cache, v_cache):
-        if not cache.is_inference():
-            torch.autograd.graph.increment_version(cache)
+    count_writes(k_cache, v_cache)
+
+
+def count_writes(*tensors: Tensor) -> None:
+    """Tell autograd of launches that have written to these, as an operator would."""
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def refuse_gradients(where: str, *tensors: Tensor) -> None:
+    """Raise ContractError where a launch would lose a gradient that somebody waits for, as an operator does."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ContractError(
+            f"{where} got a tensor that requires grad, and has no gradient; supported: under torch.no_grad(), or "
+            "attention_packed"
+        )

@@ -6,8 +6,9 @@ output is rounded to the model's type before it is rotated, and the cache receiv
 
 import numpy as np
 from torch import Tensor
+from torch.nn import Parameter
 
-from rl_attn import cpu_rotary, gpu, gpu_rotary, ops
+from rl_attn import cpu_rotary, eager, gpu, gpu_rotary, ops
 from rl_attn.calls import looks, right
 from rl_attn.checks import require_device, require_dtype, require_heads, require_indices, require_kind
 from rl_attn.paged import PagedKV
@@ -90,7 +91,7 @@ def norm_rotary_write(
     direct = plain and gpu.direct(q, k, v, cache.k, positions, slot_mapping)
     weights = [x for x in (q_weight, k_weight) if x is not None]
     key = None
-    if direct and type(eps) in (float, type(None)) and all(isinstance(x, Tensor) for x in weights):
+    if direct and type(eps) in (float, type(None)) and all(type(x) in (Tensor, Parameter) for x in weights):
         key = (where, eps, q_weight is None, k_weight is None, table.on(q.device)[0].shape,
                *looks(q, k, v, cache.k, positions, slot_mapping, *weights))  # fmt: skip
     if key is None or key not in right:
@@ -103,7 +104,9 @@ def norm_rotary_write(
     cos, sin = table.on(q.device)
     rest = (float(eps or 0.0), positions, cos, sin, cache.k, cache.v, slot_mapping)
     if direct:
-        return _launch(q, k, v, q_weight, k_weight, *rest)
+        result = _launch(q, k, v, q_weight, k_weight, *rest)
+        eager.count_writes(cache.k, cache.v)
+        return result
     both = (None, None) if q_weight is None or k_weight is None else (q_weight.detach(), k_weight.detach())
     found: Tensor = norm_rotary_write_op(q.detach(), k.detach(), v.detach(), *both, *rest)
     return found

@@ -116,13 +116,15 @@ def paged(
     counts = counting.places(q)
     misaligned = (k_cache.data_ptr() | v_cache.data_ptr()) & 15
     limits = (MOST_SPLIT_SEQUENCES, MOST_SPLIT_PROGRAMS, MOST_SHORT_SEQUENCES, MOST_NARROW_ROWS, FOLD_PROGRAMS)
-    given = (query_start_loc.dtype, seq_lens.shape, seq_lens.dtype, scale, key_tile, segment, max_keys, most_rows,
-             least_rows, None if out is None else (out.stride(), out.dtype), out_dtype)  # fmt: skip
-    key = (id(own), counts[0] is None, misaligned, limits, given, traits(q, k_cache, v_cache, block_table))
+    given = (scale, key_tile, segment, max_keys, most_rows, least_rows,
+             None if out is None else (out.stride(), out.dtype), out_dtype)  # fmt: skip
+    tensors = traits(q, k_cache, v_cache, query_start_loc, seq_lens, block_table)
+    key = (id(own), counts[0] is None, misaligned, limits, given, tensors)
     call = _paged.get(key)
     if call is None:
         check("attention_paged", q, k_cache, v_cache)
-        q = unit_last(q)
+        # kernels read what lies one behind the other
+        q, query_start_loc, seq_lens, block_table = map(unit_last, (q, query_start_loc, seq_lens, block_table))
     if out is None:
         out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -131,7 +133,7 @@ def paged(
             own, q, k_cache, v_cache, seq_lens, block_table, scale, key_tile, segment, max_keys, most_rows, least_rows,
             out, lse,
         )  # fmt: skip
-        if key[-1] == traits(q, k_cache, v_cache, block_table):
+        if tensors == traits(q, k_cache, v_cache, query_start_loc, seq_lens, block_table):
             keep(_paged, key, call)
     if call.segments is not None:
         call.segments(q, k_cache, v_cache, out, lse, counts, query_start_loc, seq_lens, block_table)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_attn.calls import ByTensor
+from rl_attn.calls import ByTensor, Values, counted
 from rl_attn.checks import require_cu_seqlens
 from rl_contract import ContractError
 from rl_contract.checks import require_tensor
@@ -31,13 +31,15 @@ class Batch:
     def positions_of_keys(self) -> torch.Tensor:
         """int64 [Tk]: index of each key inside its sequence, found once."""
         if self._of_keys is None:
-            self._of_keys = positions_of_all_keys(self.cu_k, self.tokens)
+            with torch.inference_mode(False):
+                self._of_keys = positions_of_all_keys(self.cu_k, self.tokens)
         return self._of_keys
 
     def narrow(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``cu_q`` and ``cu_k`` as int32, made once."""
         if self._narrow is None:
-            self._narrow = self.cu_q.to(torch.int32), self.cu_k.to(torch.int32)
+            with torch.inference_mode(False):
+                self._narrow = self.cu_q.to(torch.int32), self.cu_k.to(torch.int32)
         return self._narrow
 
 
@@ -99,12 +101,30 @@ def on_device(
     for name, x in zip(("cu_seqlens_q", "cu_seqlens_k", "positions"), given):
         require_tensor(where, name, x)
     # a tensor of inference mode does not count its changes, so nothing found in one is kept
-    counted = not any(x.is_inference() for x in given)
-    key = (q.device, q.shape[0], k.shape[0], *((id(x), x._version) for x in given)) if counted else None
-    known = _seen.get(cu_seqlens_q) if counted else None
-    if known is not None and known[0] == key:
-        found: Batch = known[1]
+    keeps = counted(*given)
+    key = (q.device, q.shape[0], k.shape[0])
+    known = _seen.get(cu_seqlens_q) if keeps else None
+    if known is not None and known[0] == key and known[1].hold(*given):
+        found: Batch = known[2]
         return found
+    # a pass in inference mode may come first, and one that saves these tensors for a gradient after it
+    with torch.inference_mode(False):
+        found = _batch(where, q, k, *(x.clone() if x.is_inference() else x for x in given))
+    if keeps:
+        # ids may be used again once a tensor is gone, so the entry keeps what it was made from
+        _seen.keep(cu_seqlens_q, (key, Values(*given), found, *(x for x in given if x is not cu_seqlens_q)))
+    return found
+
+
+def _batch(
+    where: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> Batch:
+    given = (cu_seqlens_q, cu_seqlens_k) if positions is None else (cu_seqlens_q, cu_seqlens_k, positions)
     require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
     devices = {x.device for x in given}
@@ -121,11 +141,7 @@ def on_device(
                 "ascending positions inside a sequence, sort the rows of each sequence"
             )
     cu_q, cu_k, rows = (to_device(x.contiguous(), q.device) for x in (cu_q, cu_k, rows))
-    found = Batch(cu_q, cu_k, rows, k.shape[0], cu_seqlens_q is cu_seqlens_k and positions is None)
-    if counted:
-        # ids may be used again once a tensor is gone, so the entry keeps what it was made from
-        _seen.keep(cu_seqlens_q, (key, found, *(x for x in given if x is not cu_seqlens_q)))
-    return found
+    return Batch(cu_q, cu_k, rows, k.shape[0], cu_seqlens_q is cu_seqlens_k and positions is None)
 
 
 def _first_fall(positions: torch.Tensor, cu: torch.Tensor) -> int | None:

@@ -36,6 +36,9 @@ class RopeTable:
                 raise ContractError(
                     f"RopeTable {name} holds a NaN or infinity; supported: finite values, check the scaling parameters"
                 )
+        # whoever trains saves the table for a gradient, which a tensor of inference mode forbids
+        with torch.inference_mode(False):
+            cos, sin = (x.clone() if x.is_inference() else x for x in (cos, sin))
         self._tables = {cos.device: (cos.contiguous(), sin.contiguous())}
         self._first = cos.device
 
@@ -58,7 +61,8 @@ class RopeTable:
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin on ``device``, copied there once."""
         if device not in self._tables:
-            self._tables[device] = (self.cos.to(device), self.sin.to(device))
+            with torch.inference_mode(False):
+                self._tables[device] = (self.cos.to(device), self.sin.to(device))
         return self._tables[device]
 
 
