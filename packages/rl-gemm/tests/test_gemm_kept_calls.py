@@ -77,7 +77,7 @@ def body_same_launches():
         "tree": lambda x, w, dy: ops.matmul_tree(x, w, 2),
         "grad_input": lambda x, w, dy: ops.grad_input(dy, w, 2, 1),
         "grad_weight": lambda x, w, dy: ops.grad_weight(dy, x),
-        "onto": lambda x, w, dy: ops.add_grad_weight(totals[x.data_ptr() % 512 == 0], dy, x),
+        "onto": lambda x, w, dy: ops.add_grad_weight(totals[w.data_ptr() % 512 == 0], dy, x),
         "gate_up": lambda x, w, dy: ops.gate_up_swiglu(x, gate_up),
         "swiglu": lambda x, w, dy: ops.swiglu(x),
         "swiglu_backward": lambda x, w, dy: ops.swiglu_backward(dy[:, : x.shape[1] // 2], x),
@@ -145,6 +145,19 @@ def body_plans_and_refusals():
         assert call() == call() == ["gemm_tma_kernel"]
         plans.use(own)
         assert call() == ["mm"]
+        # certificates are of operands that lie as the layers' own
+        dy, turned, turned_dy = aligned(512, 4096), aligned(1024, 512).t(), aligned(4096, 512).t()
+        turned_w = aligned(1024, 4096).t()
+        for whole, others in (
+            (lambda x, w, dy: ops.matmul(x, w, None, 1, x.dtype), ((turned, w, dy), (x, turned_w, dy))),
+            (lambda x, w, dy: ops.grad_input(dy, w), ((x, w, turned_dy), (x, turned_w, dy))),
+            (lambda x, w, dy: ops.grad_weight(dy, x), ((x, w, turned_dy), (turned, w, dy))),
+        ):
+            for tensors, certified in (((x, w, dy), True), *((other, False) for other in others)):
+                for _ in range(2):
+                    launched.clear()
+                    whole(*tensors)
+                    assert ("mm" in names(launched)) == certified, (names(launched), [t.stride() for t in tensors])
         # what is captured is counted as such, though the call was prepared before
         reset_launches()
         torch.cuda.is_current_stream_capturing = lambda: True

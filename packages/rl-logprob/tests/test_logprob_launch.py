@@ -88,3 +88,21 @@ def test_a_launch_that_is_looked_up_runs_what_triton_would_run():
 
 if __name__ == "__main__":
     looked_up()
+
+
+def test_certificates_are_those_of_the_plans_in_force(monkeypatch):
+    from dataclasses import replace
+
+    from rl_gemm import plans, vendor
+    from rl_logprob import gpu
+
+    own = plans.shipped("sm90")
+    claim = own.certificates[0]
+    monkeypatch.setattr(gpu, "arch", lambda _: "sm90")
+    monkeypatch.setattr(vendor, "environment", lambda _: dict(claim.environment))
+    monkeypatch.setattr(plans.Plans, "certified", lambda self, *_: bool(self.certificates))
+    monkeypatch.setitem(plans.plan_files.own, "sm90", own)
+    for given, want in ((own, True), (replace(own, certificates=()), False), (own, True)):
+        plans.plan_files.own["sm90"] = given
+        for _ in range(2):
+            assert gpu.certified(0, "forward", 4096, 1024, 512) is want

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import rl_gemm
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract.triton_launch import keep
 from rl_logprob import plans
 from rl_logprob.contract import GPU_ARCHS, GPU_GRAD_BLOCK, GPU_TILE
 from rl_logprob.support import Support, SupportIds, key_of
@@ -254,10 +255,19 @@ def _library_takes(hidden: Tensor, ids: int) -> bool:
     return certified(hidden.device.index or 0, "forward", ids, hidden.shape[1], len(hidden))
 
 
-@cache
+# by device and product: the plans that were asked, and what they say
+_certified: dict[Any, tuple[Any, bool]] = {}
+
+
 def certified(device_index: int, operation: str, n: int, k: int, rows: int) -> bool:
+    """Whether the plans of rl-gemm in force hold a certificate of the library for this product."""
     from rl_gemm import plans as gemm_plans
     from rl_gemm import vendor
 
     own = gemm_plans.current(arch(device_index))
-    return own.certified(vendor.environment(device_index), operation, n, k, rows, False)
+    key = (device_index, operation, n, k, rows)
+    found = _certified.get(key)
+    if found is None or found[0] is not own:
+        says = own.certified(vendor.environment(device_index), operation, n, k, rows, False)
+        found = keep(_certified, key, (own, says))
+    return found[1]
