@@ -101,3 +101,30 @@ def test_autograd_sees_a_write():
 def test_another_device_type_is_refused_by_name():
     with pytest.raises(ContractError, match=r"'xpu'.*'cpu', 'cuda'"):
         scaled.register_kernel("xpu")
+
+
+def test_what_kernels_would_not_be_given_is_refused_when_an_operator_is_made():
+    def by_name(x: Tensor, *, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    def of_a_list(xs: list[Tensor]) -> Tensor:
+        return xs[0] * 2
+
+    for number, (function, name) in enumerate(((by_name, "factor"), (of_a_list, "xs"))):
+        with pytest.raises(ContractError, match=rf"'{name}'.*by place"):
+            opaque_op(f"rl_contract_test::odd{number}")(function)
+
+
+def test_a_written_tensor_may_be_left_out():
+    @opaque_op("rl_contract_test::into", mutates_args=("out",))
+    def into(x: Tensor, out: Tensor | None = None) -> None:
+        if out is not None:
+            out.copy_(x)
+
+    x, out = torch.ones(2), torch.zeros(2)
+    into(x)
+    into(x, None)
+    before = out._version
+    into(x, out)
+    assert torch.equal(out, x)
+    assert out._version > before

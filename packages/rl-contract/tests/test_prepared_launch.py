@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -320,3 +321,33 @@ def test_a_cache_of_decisions_is_bounded():
         assert keep(kept, i, -i) == -i
     assert len(kept) == 3
     assert kept[_MOST + 2] == -_MOST - 2
+
+
+def test_of_two_first_launches_at_once_one_is_kept(monkeypatch):
+    from rl_contract.triton_launch import Prepared
+
+    both, kept = threading.Barrier(2), []
+
+    class Kernel:
+        arg_names, pre_run_hooks, __name__ = ("a", "size"), (), "kernel"
+
+        def __getitem__(self, grid):
+            def launch(*_):
+                both.wait(30)
+                return object()
+
+            return launch
+
+    def keep(prepared, compiled):
+        kept.append(compiled)
+        prepared._compiled = compiled
+
+    monkeypatch.setattr(Prepared, "_keep", keep)
+    prepared = Prepared(Kernel(), (1,), {"size": 1})
+    threads = [threading.Thread(target=prepared, args=(None,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(kept) == 1
+    assert prepared._compiled is kept[0]

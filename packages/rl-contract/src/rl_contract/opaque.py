@@ -29,7 +29,7 @@ class OpaqueOp:
         overload: the dispatcher's operator, for ``torch.library.opcheck`` and callers that keep it.
 
     Raises:
-        ContractError: another device type.
+        ContractError: another device type, or a parameter that is a list of tensors or must be given by name.
     """
 
     def __init__(
@@ -44,6 +44,14 @@ class OpaqueOp:
         self._library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(getattr(torch.ops, namespace), short).default
         arguments = self.overload._schema.arguments
+        # kernels are given all by place, and each tensor is looked at
+        lists = [x.name for x in arguments if "List[" in str(x.type) and "Tensor" in str(x.type)]
+        odd = lists + [x.name for x in arguments if x.kwarg_only]
+        if odd:
+            raise ContractError(
+                f"{name} got parameters {odd} that are lists of tensors or must be given by name; supported: tensors, "
+                "numbers and texts by place; pass lists as single tensors"
+            )
         self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         self._written = [i for i, argument in enumerate(arguments) if argument.name in mutates_args]
         self._differentiable = False
@@ -83,7 +91,8 @@ class OpaqueOp:
                         )
             result = function(*arguments)
             for i in written:
-                if not arguments[i].is_inference():
+                # one with a default may be missing
+                if i < len(arguments) and arguments[i] is not None and not arguments[i].is_inference():
                     torch.autograd.graph.increment_version(arguments[i])
             return result
 

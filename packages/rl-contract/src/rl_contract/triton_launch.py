@@ -7,6 +7,7 @@ that out already: it keeps a ``Prepared`` beside its decisions.
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ _KNOWN_FUNCTION = "3.6."
 _MOST_MAPS = 256
 _Value = TypeVar("_Value")
 _missing = object()
+# two threads may launch a kernel for the first time at once
+_keeping = Lock()
 
 
 @cache
@@ -117,7 +120,10 @@ class Prepared:
         aligned = all(value.data_ptr() % _ALIGNMENT == 0 for value in moving if isinstance(value, Tensor))
         # AMD's compiler also asks how large a tensor is; interpreted launches return nothing
         if self._compiled is None and compiled is not None and aligned and torch.version.hip is None:
-            self._keep(compiled)
+            with _keeping:
+                # a call that another thread has begun goes on with what was kept first
+                if self._compiled is None:
+                    self._keep(compiled)
 
     def _keep(self, compiled: Any) -> None:
         runtime, compilation, driver, launcher_known = _triton()
