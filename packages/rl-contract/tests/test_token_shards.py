@@ -200,4 +200,39 @@ def test_a_gradient_that_nobody_takes_is_named():
     TokenShards(SingleRank(), [torch.arange(2)], later=later).with_all((torch.ones(2, 1),), lambda x: x)
     with pytest.raises(ContractError, match="has none now; keep it until the optimizer's step"):
         later.settle()
-    later.settle()
+
+
+@pytest.mark.parametrize("most", [1, 1 << 29])
+def test_gradients_of_which_some_were_lost_are_refused_until_they_are_cleared(monkeypatch, most):
+    """A job that fails, in a backward or when they are settled, takes those behind it along."""
+    monkeypatch.setattr(rl_contract.shares, "MOST_BYTES", most)
+    whole = torch.arange(8.0).view(4, 2)
+
+    def fail(x):
+        raise ValueError("boom")
+
+    def rank(comm):
+        later, total = LaterShares(comm), torch.zeros(4, 2)
+        shards = TokenShards(comm, [torch.arange(2) + 2 * r for r in range(2)], later=later)
+        rows = torch.ones(2, 1)
+
+        def grow(x):
+            shards.add_weight_grad(total, lambda part, first, last: part.add_(x.sum() / 4 * whole[first:last]))
+
+        def both():
+            shards.with_all((rows,), fail)
+            shards.with_all((rows,), grow)
+            later.settle()
+
+        with pytest.raises(ValueError, match="boom"):
+            both()
+        for again in (later.settle, lambda: shards.with_all((rows,), grow)):
+            with pytest.raises(ContractError, match=r"lost .*ValueError: boom.*zero_grad"):
+                again()
+        later.clear()
+        total.zero_()
+        shards.with_all((rows,), grow)
+        later.settle()
+        return total
+
+    assert all(torch.equal(total, whole) for total in on_ranks(2, rank))

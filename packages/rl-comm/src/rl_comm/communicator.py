@@ -207,8 +207,8 @@ class TreeCommunicator:
         """Fill the parts of peers in each tensor, in place, from their own; agreed on and launched as one call.
 
         Args:
-            wholes: a list of at least one, on one device, contiguous; rank r's part are the r-th of ``world_size`` equal
-                runs of rows, of which this rank's own is sent and the others are overwritten.
+            wholes: a list of at least one, on one device, contiguous; rank r's part are the r-th of ``world_size``
+                equal runs of rows, of which this rank's own is sent and the others are overwritten.
 
         Raises:
             ContractError: on every rank, as ``all_gather_each``, and where a tensor is not contiguous or ranks do not

@@ -4,6 +4,7 @@ Nothing is added here: a row's owner has it whole, and its peers take its bytes 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,7 @@ class LaterShares:
         self._totals: dict[int, torch.Tensor] = {}
         self._jobs: list[_Job] = []
         self._held = 0
+        self._lost = ""
 
     def add(self, total: torch.Tensor) -> None:
         """Remember ``total``, in which this rank's own rows are right."""
@@ -92,24 +94,54 @@ class LaterShares:
         """Call ``use`` with what peers and this rank hold of each of ``parts``, in ``order``: soon, or with ``settle``.
 
         ``use`` must add to a ``main_grad`` and return None.
+
+        Raises:
+            ContractError: as ``settle``.
         """
+        self._refuse_lost()
         self._jobs.append(_Job(parts, order, use))
         # the same on every rank, as their parts are of one shape
         self._held += self.comm.world_size * sum(part.numel() * part.element_size() for part in parts)
         if self._held >= MOST_BYTES:
-            self._run()
+            with self._losing():
+                self._run()
 
     def clear(self) -> None:
         """Forget all of them, whose values are no longer wanted."""
         self._totals.clear()
         self._jobs, self._held = [], 0
+        self._lost = ""
 
     def settle(self) -> None:
-        """Make every gradient whole, on every rank."""
-        self._run()
-        totals = list(self._totals.values())
-        self._totals.clear()
-        take_over(self.comm, totals)
+        """Make every gradient whole, on every rank.
+
+        Raises:
+            ContractError: a part of them is lost since an earlier call has failed; ``clear`` forgets that.
+        """
+        self._refuse_lost()
+        with self._losing():
+            self._run()
+            totals = list(self._totals.values())
+            self._totals.clear()
+            take_over(self.comm, totals)
+
+    def _refuse_lost(self) -> None:
+        if self._lost:
+            raise ContractError(
+                f"weight gradients were lost when an earlier call failed ({self._lost}); clear them (zero_grad) and "
+                "compute them again"
+            )
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """What fails midway leaves gradients of which some have taken their tokens or rows and others have not."""
+        try:
+            yield
+        except BaseException as error:
+            self.clear()
+            # in words, since its frames hold what was gathered
+            self._lost = f"{type(error).__name__}: {error}"[:400]
+            raise
 
     @torch.no_grad()
     def _run(self) -> None:
