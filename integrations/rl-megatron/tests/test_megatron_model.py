@@ -12,7 +12,8 @@ import torch
 
 import rl_attn
 import rl_gemm
-from rl_contract import ContractError
+from rl_contract import ContractError, SingleRank, TokenShards
+from rl_contract.shares import LaterShares
 from rl_megatron import (
     LossConfig,
     OptimizerConfig,
@@ -24,6 +25,8 @@ from rl_megatron import (
     layers,
     logprobs,
     micro_batches,
+    tokens,
+    topology,
 )
 from rl_megatron.checkpoint import export_hf
 from rl_megatron.model import module_classes
@@ -295,6 +298,49 @@ def test_gradient_that_is_not_finite_changes_nothing(one_rank: None, tiny: Any) 
     exported = export_hf(model) or {}
     assert optimizer.steps == 0
     assert all(torch.equal(exported[n], tensors[n]) for n in tensors)
+
+
+def test_frozen_parameters_stay_as_they_are(one_rank: None, tiny: Any) -> None:
+    _, _, model = tiny.tiny_model("Qwen3ForCausalLM", False)
+    optimizer = StrictOptimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    frozen = {name: p for name, p in model.named_parameters() if "fc1" in name or "embedding" in name}
+    assert len(frozen) == 3
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in frozen.values():
+        p.requires_grad_(False)
+    torch.cat(list(logprobs(model, pack(tiny.tiny_samples(97, LENGTHS))))).mean().backward()
+    assert not optimizer.step()["skipped"]
+    for name, p in model.named_parameters():
+        state = optimizer._states[name]
+        assert torch.equal(p, before[name]) == (name in frozen), name
+        assert torch.equal(state.master, before[name].float()) == (name in frozen), name
+
+
+def test_a_norm_is_of_whole_gradients(one_rank: None, tiny: Any) -> None:
+    _, _, model = tiny.tiny_model("LlamaForCausalLM", False)
+    optimizer = StrictOptimizer(model)
+    later = optimizer._later = LaterShares(SingleRank())
+    weight = model.decoder.final_layernorm.weight
+
+    def add(x: torch.Tensor) -> None:
+        weight.main_grad.add_(x[0])
+
+    TokenShards(later.comm, [torch.arange(1)], later=later).with_all([torch.full((1, len(weight)), 3.0)], add)
+    assert not weight.main_grad.any()
+    assert optimizer.grad_norm() == math.sqrt(9 * len(weight))
+    assert optimizer.step()["grad_norm"] == math.sqrt(9 * len(weight))
+
+
+def test_a_world_that_is_left_keeps_no_batch(one_rank: None, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = TokenShards(SingleRank(), [torch.arange(1)])
+    tokens.enter(shards)
+    for name in ("destroy_process_group", "is_initialized"):
+        monkeypatch.setattr(topology.dist, name, lambda: False)
+    monkeypatch.setattr(topology.parallel_state, "model_parallel_is_initialized", lambda: False)
+    held = dict(topology._communicators)
+    topology.stop()
+    topology._communicators.update(held)
+    assert tokens.current() is None
 
 
 def test_optimizer_state_resumes_bit_for_bit(one_rank: None, tiny: Any) -> None:

@@ -145,8 +145,7 @@ class StrictOptimizer:
         peers are taken over. The native arm's are summed in fp32, by NCCL or else the rank tree: each rank's loss is
         already a share of the whole, so the sum is the gradient.
         """
-        if self._later is not None:
-            self._later.settle()
+        self._settle()
         if not self.native:
             return
         cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
@@ -156,12 +155,17 @@ class StrictOptimizer:
             if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
                 topology.native_sum_(state.grad, tp)
 
+    def _settle(self) -> None:
+        if self._later is not None:
+            self._later.settle()
+
     def grad_norm(self) -> float:
-        """Euclidean norm over the whole model.
+        """Euclidean norm over the whole model. Strict gradients are made whole first, as by ``reduce``.
 
         A sharded gradient is cut in the profile's leaves along its sharded dimension; squares of a leaf are summed in
         fp64 by a tree its size alone decides, leaves and parameters likewise, so the bits are those of one rank.
         """
+        self._settle()
         comm = topology.tensor_parallel()
         cuts = [_Cut.of(name, state.grad, self.leaves, comm.world_size) for name, state in self._states.items()]
         sums = self._square_sums(cuts)
@@ -191,7 +195,7 @@ class StrictOptimizer:
         return sums
 
     def step(self) -> dict[str, Any]:
-        """Reduce, clip and update; masters are rounded once to the model's type.
+        """Reduce, clip and update; masters are rounded once to the model's type. Frozen parameters stay as they are.
 
         Returns:
             ``grad_norm`` before clipping, ``clip_coef``, ``skipped`` (a gradient that is not finite changes nothing).
@@ -208,6 +212,8 @@ class StrictOptimizer:
         root2 = math.sqrt(1 - b2**self.steps)
         with torch.no_grad():
             for state in self._states.values():
+                if not state.parameter.requires_grad:
+                    continue
                 decay = c.weight_decay if state.grad.dim() > 1 else 0.0
                 _update(state, coef, b1, b2, size, root2, c.eps, 1.0 - c.lr * decay)
         return {"grad_norm": norm, "clip_coef": coef, "skipped": False}

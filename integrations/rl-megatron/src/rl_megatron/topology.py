@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from rl_comm import TreeCommunicator
 from rl_contract import Communicator, ContractError, MissingSupport, SingleRank
+from rl_megatron import tokens
 from rl_megatron.config import ParallelConfig
 from rl_megatron.cpu_device import device as current_device
 from rl_megatron.cpu_device import use as use_device
@@ -131,6 +132,8 @@ def agree(what: Mapping[str, object]) -> None:
 def stop() -> None:
     """Leave the parallel state and the process group; safe to call twice."""
     _communicators.clear()
+    # the last batch holds a communicator, and after a failed backward gradients too
+    tokens.enter(None)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
