@@ -17,7 +17,7 @@ SIZES = [1, 8, 64, 72, 256, 512]
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
-def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1, longest=4096, requests=256):
+def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1, longest=4096, requests=256, sizes=SIZES):
     """vLLM's own, as far as it chooses graphs."""
 
     class Manager(cudagraph_utils.CudaGraphManager):
@@ -31,7 +31,7 @@ def manager(mode=CUDAGraphMode.FULL_AND_PIECEWISE, dp=1, longest=4096, requests=
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         model_config=SimpleNamespace(max_model_len=longest),
     )
-    made.compilation_config = SimpleNamespace(cudagraph_capture_sizes=SIZES, max_cudagraph_capture_size=max(SIZES))
+    made.compilation_config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
     made.max_num_reqs, made.cudagraph_mode, made.decode_query_len = requests, mode, 1
     made.lora_capture_cases, made._lora_dispatch_map, made._max_lora_case = [0], {}, 0
     made.ubatch_runner, made.varlen_decode = None, False
@@ -106,6 +106,17 @@ def test_no_graph_has_more_requests_than_the_engine(requests):
         buffers = InputBuffers(requests, 512, torch.device("cpu"))
         count = desc.num_reqs or min(desc.num_tokens, requests)
         assert int(InputBatch.make_dummy(count, desc.num_tokens, buffers).seq_lens.sum()) == desc.num_tokens
+
+
+@pytest.mark.parametrize(("longest", "there"), [(49, False), (50, True)])
+def test_no_request_of_a_dummy_batch_is_longer_than_a_block_table(longest, there):
+    """Of 320 tokens seven requests have 45, and the last 50 where vLLM gives it all that is left."""
+    made = manager(requests=7, longest=longest, sizes=[1, 7, 320])
+    prefill_graphs.extend(made)
+    graphs = [(d.num_tokens, d.num_reqs) for d in made._capture_descs[FULL] if d.uniform_token_count is None]
+    assert graphs == [(320, 7)] * there
+    lengths = InputBatch.make_dummy(7, 320, InputBuffers(7, 320, torch.device("cpu"))).seq_lens
+    assert 46 <= int(lengths.max()) <= 50
 
 
 @pytest.mark.parametrize("given", [{"mode": FULL}, {"mode": PIECEWISE}, {"dp": 2}])

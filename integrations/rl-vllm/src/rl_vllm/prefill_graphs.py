@@ -40,7 +40,9 @@ def extend(manager: Any) -> int:
         replace(desc, cg_mode=full, num_reqs=requests)
         for desc in captured[piecewise]
         for requests in counts
-        if desc.num_tokens % STEP == 0 and requests < desc.num_tokens <= requests * longest
+        # of a dummy batch the last request has what the others leave
+        if desc.num_tokens % STEP == 0 and requests < desc.num_tokens
+        if sum(divmod(desc.num_tokens, requests)) <= longest
         if not desc.num_active_loras
     ]
     # the first capture makes the buffer of hidden states that all share, so the most tokens come first
