@@ -76,6 +76,12 @@ def test_a_gradient_that_nobody_wrote_is_refused_where_it_would_be_lost():
             call()
     with torch.no_grad():
         assert torch.equal(scaled(x), 2 * x)
+    for backend in ("eager", "aot_eager"):
+        traced = torch.compile(lambda x: scaled(x) * 1, backend=backend)
+        with pytest.raises(Exception, match=r"requires grad.*no_grad"):
+            traced(x)
+        with torch.no_grad():
+            assert torch.equal(traced(x), 2 * x)
 
 
 def test_a_registered_gradient_flows():

@@ -236,3 +236,24 @@ def test_gradients_of_which_some_were_lost_are_refused_until_they_are_cleared(mo
         return total
 
     assert all(torch.equal(total, whole) for total in on_ranks(2, rank))
+
+
+def test_what_waits_for_a_gather_may_not_be_written_to():
+    class Alone:
+        rank, world_size = 0, 1
+
+        def all_gather(self, x, dim):
+            return x.clone()
+
+    for write in (False, True):
+        later, found = LaterShares(Alone()), []
+        x = torch.ones(3)
+        later.defer([x], torch.tensor([2, 0, 1]), found.append)
+        if write:
+            x[1:].mul_(5)
+            with pytest.raises(ContractError, match="was written to"):
+                later.settle()
+            assert not found
+        else:
+            later.settle()
+            assert torch.equal(found[0], torch.ones(3))

@@ -5,6 +5,7 @@ was switched off) costs an eager trainer more than the kernels' own launches: th
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +71,7 @@ class OpaqueOp:
 
     def register_fake(self, function: _Function) -> _Function:
         """Decorator of the function that says shapes and types alone."""
-        torch.library.register_fake(self.name, function, lib=self._library)
+        torch.library.register_fake(self.name, self._refusing(function), lib=self._library)
         return function
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
@@ -78,17 +79,29 @@ class OpaqueOp:
         torch.library.register_autograd(self.name, backward, setup_context=setup_context, lib=self._library)
         self._differentiable = True
 
+    def _refuse_gradients(self, arguments: Sequence[Any]) -> None:
+        if torch.is_grad_enabled() and not self._differentiable:
+            for i in self._tensors:
+                if i < len(arguments) and arguments[i] is not None and arguments[i].requires_grad:
+                    raise ContractError(
+                        f"{self.name} got a tensor that requires grad, and has no gradient; supported: under "
+                        "torch.no_grad(), or the package's functions, whose gradients are in order"
+                    )
+
+    def _refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def fake(*arguments: Any, **named: Any) -> Any:
+            self._refuse_gradients(arguments)
+            return function(*arguments, **named)
+
+        return fake
+
     def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         tensors, written = self._tensors, self._written
 
         def kernel(*arguments: Any) -> Any:
-            if torch.is_grad_enabled() and not self._differentiable:
-                for i in tensors:
-                    if i < len(arguments) and arguments[i] is not None and arguments[i].requires_grad:
-                        raise ContractError(
-                            f"{self.name} got a tensor that requires grad, and has no gradient; supported: under "
-                            "torch.no_grad(), or the package's functions, whose gradients are in order"
-                        )
+            if torch.is_grad_enabled():
+                self._refuse_gradients(arguments)
             result = function(*arguments)
             for i in written:
                 # one with a default may be missing

@@ -93,13 +93,13 @@ class LaterShares:
     def defer(self, parts: list[torch.Tensor], order: torch.Tensor, use: Callable[..., object]) -> None:
         """Call ``use`` with what peers and this rank hold of each of ``parts``, in ``order``: soon, or with ``settle``.
 
-        ``use`` must add to a ``main_grad`` and return None.
+        ``use`` must add to a ``main_grad`` and return None. ``parts`` stay where they are until then, and unchanged.
 
         Raises:
             ContractError: as ``settle``.
         """
         self._refuse_lost()
-        self._jobs.append(_Job(parts, order, use))
+        self._jobs.append(_Job(parts, order, use, [part._version for part in parts]))
         # the same on every rank, as their parts are of one shape
         self._held += self.comm.world_size * sum(part.numel() * part.element_size() for part in parts)
         if self._held >= MOST_BYTES:
@@ -149,6 +149,12 @@ class LaterShares:
         self._jobs, self._held = [], 0
         if not jobs:
             return
+        # as autograd looks at what it has saved
+        if any(part._version != version for job in jobs for part, version in zip(job.parts, job.versions, strict=True)):
+            raise ContractError(
+                "a layer's input or gradient was written to before the gradient of its weight was made from it; "
+                "supported: writes from the optimizer's step on, write to a clone until then"
+            )
         gathered = gather_each(self.comm, [part for job in jobs for part in job.parts])
         gathered.reverse()
         for job in jobs:
@@ -164,3 +170,5 @@ class _Job(NamedTuple):
     parts: list[torch.Tensor]
     order: torch.Tensor
     use: Callable[..., object]
+    # PyTorch's count of writes to each part
+    versions: list[int]
