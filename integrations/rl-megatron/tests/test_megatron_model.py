@@ -331,6 +331,30 @@ def test_a_norm_is_of_whole_gradients(one_rank: None, tiny: Any) -> None:
     assert optimizer.step()["grad_norm"] == math.sqrt(9 * len(weight))
 
 
+def test_native_gradients_are_reduced_once(one_rank: None, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, model = tiny.tiny_model("LlamaForCausalLM", False, mode="native")
+    optimizer = StrictOptimizer(model)
+    # as if a peer's share were this rank's
+    monkeypatch.setattr(topology, "native_sum_", lambda x, group: x.mul_(2.0))
+
+    def backward() -> None:
+        torch.cat(list(logprobs(model, pack(tiny.tiny_samples(97, LENGTHS))))).mean().backward()
+        optimizer.collect()
+
+    backward()
+    share = optimizer.grad_norm()
+    optimizer.reduce()
+    optimizer.reduce()
+    whole = optimizer.grad_norm()
+    assert math.isclose(whole, 2 * share, rel_tol=1e-6)
+    with pytest.raises(ContractError, match="reduced already"):
+        backward()
+    assert optimizer.step()["grad_norm"] == whole
+    optimizer.zero_grad()
+    backward()
+    assert optimizer.step()["grad_norm"] > 0
+
+
 def test_a_world_that_is_left_keeps_no_batch(one_rank: None, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = TokenShards(SingleRank(), [torch.arange(1)])
     tokens.enter(shards)

@@ -105,7 +105,8 @@ class StrictOptimizer:
     """Holds an fp32 master and two moments for every parameter and gives it an fp32 ``main_grad``.
 
     Backward passes add into ``main_grad``: the strict operators by themselves, other operators through ``collect``.
-    With context parallelism it is whole, and the same on every rank, after ``reduce``.
+    With context parallelism it is whole, and the same on every rank, after ``reduce``: call that before you read or
+    change it, and ``zero_grad`` after a backward that has failed.
     """
 
     def __init__(self, model: GPTModel, config: OptimizerConfig | None = None) -> None:
@@ -113,6 +114,7 @@ class StrictOptimizer:
         self.leaves = model.rl.profile.settings.leaves
         self.native = model.rl.mode == "native"
         self.steps = 0
+        self._reduced = False
         comm = topology.context_parallel()
         # every backward adds to this rank's rows of a weight's gradient; peers want them once a step
         self._later = None if self.native or comm.world_size == 1 else LaterShares(comm)
@@ -125,6 +127,7 @@ class StrictOptimizer:
             setattr(parameter, "main_grad", zeros[0])  # noqa: B010 - Parameter declares no such attribute
 
     def zero_grad(self) -> None:
+        self._reduced = False
         torch._foreach_zero_([state.grad for state in self._states.values()])
         for state in self._states.values():
             state.parameter.grad = None
@@ -132,9 +135,15 @@ class StrictOptimizer:
             self._later.clear()
 
     def collect(self) -> None:
-        """Add gradients that autograd left in ``.grad`` to ``main_grad``; call after each backward."""
+        """Add gradients that autograd left in ``.grad`` to ``main_grad``; call after each backward.
+
+        Raises:
+            ContractError: a native backward after ``reduce``, whose share would be joined with sums.
+        """
         for state in self._states.values():
             if state.parameter.grad is not None:
+                if self._reduced and self.native:
+                    raise ContractError("native gradients are reduced already; zero_grad() before another backward")
                 state.grad.add_(state.parameter.grad)
                 state.parameter.grad = None
 
@@ -143,11 +152,15 @@ class StrictOptimizer:
 
         Strict operators have taken all ranks' tokens in packed order, each rank for its rows of a weight; the rows of
         peers are taken over. The native arm's are summed in fp32, by NCCL or else the rank tree: each rank's loss is
-        already a share of the whole, so the sum is the gradient.
+        already a share of the whole, so the sum is the gradient. To call it again changes nothing.
+
+        Raises:
+            ContractError: a part of the gradients is lost since a backward or a call of this has failed.
         """
         self._settle()
-        if not self.native:
+        if not self.native or self._reduced:
             return
+        self._reduced = True
         cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
         for name, state in self._states.items():
             topology.native_sum_(state.grad, cp)
