@@ -156,3 +156,28 @@ def test_compiled_gradients_equal_eager(lab):
     torch.compile(call, backend="aot_eager", fullgraph=True)(*leaves).backward(grad)
     eager = gradients(s.q, s.k, s.v, grad, [130], s.scale)
     assert all(torch.equal(x.grad, e) for x, e in zip(leaves, eager))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forward_that_is_done_again_gives_the_same_gradients(lab, world, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    s, cu = lab.sequence(160), torch.tensor([0, 32, 160])
+    grad, table = grad_like(s), rl_attn.rope_table(160, 32, 1e4)
+
+    def on_rank(comm, again):
+        at = rl_attn.cp_positions(cu, comm.rank, world)
+
+        def layer(q, k, v):
+            q, k = rl_attn.rotary(q, k, at, table)
+            return rl_attn.context_parallel_attention(q, k, v, cu_seqlens=cu, comm=comm, scale=s.scale)
+
+        leaves = [rl_attn.cp_split(x, cu, comm.rank, world).requires_grad_() for x in (s.q, s.k, s.v)]
+        out = checkpoint(layer, *leaves, use_reentrant=reentrant) if again else layer(*leaves)
+        out.backward(rl_attn.cp_split(grad, cu, comm.rank, world))
+        return [x.grad for x in leaves]
+
+    plain, again = (lab.run_ranks(world, lambda comm, x=x: on_rank(comm, x)) for x in (False, True))
+    for rank, other in zip(plain, again, strict=True):
+        assert all(x.any() and torch.equal(x, y) for x, y in zip(rank, other, strict=True))

@@ -83,6 +83,18 @@ def test_the_plain_calls_pass():
         ({"cu_seqlens_k": [0, 6]}, "cu_seqlens_k as list"),
         ({"positions": list(range(6))}, "positions as list"),
         ({"k": np.zeros((6, 2, 16))}, "ndarray"),
+        ({"sliding_window": torch.tensor([1, 2])}, "sliding_window=tensor"),
+        ({"softcap": np.array([1.0, 2.0])}, "softcap=array"),
+        ({"family": np.array(["segments", "nosplit"])}, "family=array"),
+        ({"segment": 2**40}, "segment=1099511627776"),
+        ({"q": torch.zeros(6, 4, 16).to_sparse()}, "layout torch.sparse_coo"),
+        ({"q": torch.nested.nested_tensor([torch.zeros(6, 16)], layout=torch.jagged)}, "nested tensor"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 6], device="meta")},
+            r"cu_seqlens_q on meta .* pass .*q.to\('cpu'\)",
+        ),
+        ({"cu_seqlens_k": torch.tensor([0, 6], device="meta")}, "cu_seqlens_k on meta"),
+        ({"positions": torch.arange(6, device="meta")}, "positions on meta"),
     ],
     ids=str,
 )
@@ -138,6 +150,9 @@ def test_packed_refuses(change, message):
         ({"out": torch.zeros(3, 4, 16).bfloat16()}, r"out .* torch\.bfloat16"),
         ({"out": torch.zeros(3, 16, 4).transpose(1, 2)}, "last stride of 1"),
         ({"out": torch.zeros(3, 4, 16, requires_grad=True)}, "no gradient"),
+        ({"query_start_loc": torch.tensor([0, 1, 3], device="meta")}, "query_start_loc on meta"),
+        ({"seq_lens": torch.tensor([20, 2], device="meta")}, "seq_lens on meta"),
+        ({"block_table": torch.tensor([[0, 3], [2, 99]], device="meta")}, "one device"),
     ],
     ids=str,
 )
@@ -283,6 +298,20 @@ def test_check_paged_refuses_what_attention_paged_refuses():
             rl_attn.check_paged(other, **good)
     with pytest.raises(ContractError, match=r"seq_lens \(1, 2\)"):
         rl_attn.check_paged(kv, **{**good, "seq_lens": good["seq_lens"][None]})
+    with pytest.raises(ContractError, match=r"query_start_loc\[0\]=1; supported: .* starts at 0"):
+        rl_attn.check_paged(kv, **{**good, "query_start_loc": torch.tensor([1, 1, 3])})
+
+
+def test_a_cache_of_empty_pages_is_refused():
+    with pytest.raises(ContractError, match="pages of 0 tokens"):
+        rl_attn.PagedKV.from_vllm_cpu(torch.zeros(4, 2, 0, 32), num_kv_heads=2, head_dim=16)
+
+
+def test_fused_write_refuses_a_query_without_dimensions():
+    kv = rl_attn.PagedKV.from_vllm_cpu(torch.zeros(4, 2, 16, 32), num_kv_heads=2, head_dim=16)
+    x, at = torch.zeros(3, 2, 16), torch.arange(3)
+    with pytest.raises(ContractError, match=r"q \(\), k \(3, 2, 16\)"):
+        rl_attn.norm_rotary_write(torch.tensor(1.0), x, x, at, rl_attn.rope_table(8, 16, 1e4), kv, at)
 
 
 def test_rotary_refuses_positions_that_are_no_integers():
@@ -312,6 +341,25 @@ def test_context_parallel_refuses_no_parts_and_odd_cu_seqlens():
                 call()
     with pytest.raises(ContractError, match=r"rank 0\.5 of 2"):
         rl_attn.cp_rows(cu, 0.5, 2)
+
+
+def test_context_parallel_refuses_rows_that_are_not_the_ranks():
+    cu, four = torch.tensor([0, 8]), torch.zeros(4, 1)
+    for parts, message in (
+        # as many rows together, and of other ranks
+        ([torch.zeros(3, 1), torch.zeros(5, 1)], r"part 1 as \(\(5, 1\)"),
+        ([four, torch.zeros(4, 2)], r"part 1 as \(\(4, 2\)"),
+        ([four, four.bfloat16()], r"part 1 as .*bfloat16"),
+        ([four, None], "part 1 as NoneType"),
+        ([torch.tensor(1.0)] * 8, "part 0"),
+        (torch.zeros(2, 4, 1), "parts as Tensor"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            rl_attn.cp_merge(parts, cu)
+    with pytest.raises(ContractError, match=r"cp_split got a tensor \(\); .* pass \[8, ...\]"):
+        rl_attn.cp_split(torch.tensor(1.0), cu, 0, 2)
+    with pytest.raises(ContractError, match="q as NoneType"):
+        rl_attn.context_parallel_attention(None, four, four, cu_seqlens=cu, comm=None, scale=1.0)
 
 
 def test_write_skips_padding_and_touches_its_slots_only():

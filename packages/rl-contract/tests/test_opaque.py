@@ -90,6 +90,18 @@ def test_a_registered_gradient_flows():
     assert torch.equal(x.grad, torch.tensor([2.0, -6.0]))
 
 
+def test_tangents_are_refused_where_they_would_be_lost():
+    x = torch.ones(2)
+    for op in (scaled, squared):
+        with pytest.raises(ContractError, match="forward-mode"):
+            torch.func.jvp(op, (x,), (x,))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            with pytest.raises(ContractError, match="forward-mode"):
+                op(dual)
+    assert torch.equal(scaled(x), 2 * x)
+
+
 def test_autograd_sees_a_write():
     total = torch.ones(2, requires_grad=True).clone()
     used = total * total

@@ -17,6 +17,7 @@ from rl_attn.checks import (
     require_heads,
     require_indices,
     require_kind,
+    require_on,
     require_tiles,
 )
 from rl_attn.paged import PagedKV
@@ -143,6 +144,8 @@ def attention_packed(
         batch = metadata.on_device(where, q, k, cu_seqlens_q, cu_seqlens_k, positions)
         rest: Any = (batch.cu_q, batch.cu_k, batch.positions, float(scale))
     else:
+        explicit = {} if positions is None else {"positions": positions}
+        require_on(where, q.device, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **explicit)
         require_cu_seqlens(where, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
         require_cu_seqlens(where, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
         at = metadata.checked_positions(where, cu_seqlens_q, cu_seqlens_k, positions)
@@ -260,6 +263,7 @@ def _check_paged(
         )
     require_heads(where, q.shape[1], cache.num_kv_heads, cache.head_dim)
     require_indices(where, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
+    require_on(where, q.device, query_start_loc=query_start_loc, seq_lens=seq_lens)
     requests = seq_lens.numel()
     tables = block_table.dim() == 2 and block_table.shape[0] == requests
     if seq_lens.dim() != 1 or query_start_loc.shape != (requests + 1,) or not tables:

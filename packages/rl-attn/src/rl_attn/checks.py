@@ -20,6 +20,11 @@ def require_device(where: str, *tensors: torch.Tensor) -> None:
     for x in tensors:
         if not isinstance(x, torch.Tensor):
             raise ContractError(f"{where} got {type(x).__name__} {str(x)[:40]!r} in place of a tensor; pass a tensor")
+        if x.layout != torch.strided or x.is_nested:
+            kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
+            raise ContractError(
+                f"{where} got a {kind}; supported: dense ones, of layout torch.strided, convert it first"
+            )
     devices = {x.device for x in tensors}
     if len(devices) != 1:
         raise ContractError(f"{where} got tensors on {sorted(map(str, devices))}; all must be on one device")
@@ -28,6 +33,17 @@ def require_device(where: str, *tensors: torch.Tensor) -> None:
         raise MissingSupport(
             f"{where} got tensors on {device!r}; kernels exist for {list(DTYPES)}, move the tensors there"
         )
+
+
+def require_on(where: str, device: torch.device, **tensors: torch.Tensor) -> None:
+    """Each a tensor on ``device``."""
+    for name, x in tensors.items():
+        require_tensor(where, name, x)
+        if x.device != device:
+            raise ContractError(
+                f"{where} got {name} on {x.device} beside tensors on {device}; all must be on one device, pass "
+                f"{name}.to({str(device)!r})"
+            )
 
 
 def require_kind(where: str, name: str, x: Any, kind: type, remedy: str) -> None:
@@ -64,10 +80,10 @@ def require_tiles(where: str, scale: float, key_tile: int, segment: int) -> None
         raise ContractError(
             f"{where} got key_tile={key_tile!r}, segment={segment!r}; supported: integers; take both from the profile"
         )
-    if key_tile < 16 or key_tile % 16 or segment < key_tile or segment % key_tile:
+    if key_tile < 16 or key_tile % 16 or not key_tile <= segment < 2**31 or segment % key_tile:
         raise ContractError(
             f"{where} got key_tile={key_tile}, segment={segment}; supported: key_tile a multiple of 16, segment a "
-            "multiple of key_tile; take both from the profile"
+            "multiple of key_tile below 2**31; take both from the profile"
         )
     real = isinstance(scale, (int, float, np.floating)) and not isinstance(scale, bool)
     if not real or not MIN_SCALE <= scale <= MAX_SCALE:
@@ -78,7 +94,7 @@ def require_tiles(where: str, scale: float, key_tile: int, segment: int) -> None
 
 
 def require_family(where: str, family: str) -> None:
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ContractError(f"{where} got family={family!r}; supported: {FAMILIES}, take it from the profile")
 
 
@@ -97,7 +113,9 @@ def refuse_variants(where: str, options: dict[str, Any]) -> None:
         if name not in neutral:
             known = ", ".join(f"{option}={values[0]!r}" for option, values in neutral.items())
             raise ContractError(f"{where} got an unknown option {name}={value!r}; supported: {known}; leave it out")
-        if not any(value is x or value == x for x in neutral[name]):
+        # what is no plain value, a tensor or an array, is none of these, and may not be comparable
+        plain = isinstance(value, (int, float, tuple, np.generic))
+        if not any(value is x or (plain and value == x) for x in neutral[name]):
             raise ContractError(
                 f"{where} got {name}={value!r}; supported: causal attention over the full context, "
                 f"{name} in {neutral[name]}; use a model without it"

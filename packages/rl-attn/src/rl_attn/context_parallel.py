@@ -93,17 +93,29 @@ def cp_split(x: torch.Tensor, cu_seqlens: torch.Tensor, rank: int, world: int, l
 
 def cp_merge(parts: list[torch.Tensor], cu_seqlens: torch.Tensor, layout: str = "zigzag") -> torch.Tensor:
     """``[T, ...]`` in absolute order from every rank's rows, rank 0 first; the inverse of ``cp_split``."""
+    if not isinstance(parts, (list, tuple)):
+        raise ContractError(f"cp_merge got parts as {type(parts).__name__}; give every rank's rows in a list")
     if not parts:
         raise ContractError("cp_merge got no parts; give every rank's rows, rank 0 first")
-    gathered = torch.cat(parts)
+    for n, part in enumerate(parts):
+        require_tensor("cp_merge", f"part {n}", part)
+        given, first = ((tuple(x.shape), x.dtype, x.device) for x in (part, parts[0]))
+        if not part.dim() or given != first:
+            raise ContractError(
+                f"cp_merge got part {n} as {given} beside part 0 as {first}; supported: parts alike, [T / world, ...], "
+                "as cp_split gives them"
+            )
+    gathered = torch.cat(list(parts))
     _require_rows("cp_merge", gathered, _tokens(cu_seqlens))
     return gathered[_merge_order(cu_seqlens, len(parts), layout)]
 
 
 def _require_rows(where: str, x: torch.Tensor, tokens: int) -> None:
     require_tensor(where, "x", x)
-    if x.shape[0] != tokens:
-        raise ContractError(f"{where} got {x.shape[0]} rows; cu_seqlens describes {tokens}")
+    if not x.dim() or x.shape[0] != tokens:
+        raise ContractError(
+            f"{where} got a tensor {tuple(x.shape)}; cu_seqlens describes {tokens} rows, pass [{tokens}, ...]"
+        )
 
 
 def _merge_order(cu_seqlens: torch.Tensor, world: int, layout: str) -> torch.Tensor:
@@ -229,6 +241,7 @@ def context_parallel_attention(
     check_peers("context_parallel_attention", comm)
     rank, world = (0, 1) if comm is None else (comm.rank, comm.world_size)
     require_indices("context parallel", cu_seqlens=cu_seqlens)
+    require_tensor("context_parallel_attention", "q", q)
     cut = _cut(cu_seqlens, rank, world, layout, q.device)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _require_rows(f"context_parallel_attention, {name},", x, cut.positions.numel())

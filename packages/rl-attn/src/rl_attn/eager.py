@@ -70,7 +70,10 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None, None
         found = ops_backward.gradients(
-            gpu_backward if _unseen(grad) else ops_backward, ctx, grad, ctx.batch.positions_of_keys
+            gpu_backward if _unseen(grad) else ops_backward,
+            ctx,
+            grad,
+            lambda *_: ctx.batch.positions_of_keys(),
         )
         return *found, None, None, None
 

@@ -121,7 +121,7 @@ def _check(
     require_device(where, q, k, v, positions, cache.k, slot_mapping)
     require_dtype(where, q=q, k=k, v=v, cache=cache.k)
     require_indices(where, positions=positions, slot_mapping=slot_mapping)
-    tokens = q.shape[0]
+    tokens = q.shape[0] if q.dim() else 0
     keys = (tokens, cache.num_kv_heads, cache.head_dim)
     if q.dim() != 3 or q.shape[2] != cache.head_dim or tuple(k.shape) != keys or tuple(v.shape) != keys:
         raise ContractError(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rl_attn import plans
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
@@ -113,7 +114,10 @@ def direct(*tensors: Tensor) -> bool:
     for x in tensors:
         if type(x) is not Tensor or not x.is_cuda:
             return False
-    return not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    if torch.compiler.is_compiling():
+        return False
+    # forward-mode differentiation is the ops' to refuse
+    return not torch._C._len_torch_dispatch_stack() and forward_ad._current_level < 0
 
 
 def check(where: str, *tensors: Tensor) -> None:

@@ -117,31 +117,28 @@ def _packed_context(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, positions)
 
 
-def gradients(kernels, ctx, grad_out, positions_of_keys):
+def gradients(kernels, ctx, grad_out, positions_of_keys=positions_of_all_keys):
     """dQ, dK, dV as far as they are needed, from what a forward of either family has saved.
 
     Args:
         kernels: where ``row_delta``, ``grad_queries`` and ``grad_keys`` are: this module, or ``gpu_backward``.
-        positions_of_keys: gives int64 [Tk], the index of each key inside its sequence.
+        positions_of_keys: gives int64 [Tk], the index of each key inside its sequence, from cu_seqlens_k and Tk.
     """
+    # once: each look unpacks anew, and activation checkpointing allows one
     q, k, v, out, lse, cu_q, cu_k, positions = ctx.saved_tensors
     delta = kernels.row_delta(grad_out, out)
     dq = dk = dv = None
     if ctx.needs_input_grad[0]:
         dq = kernels.grad_queries(grad_out, q, k, v, lse, delta, cu_q, cu_k, positions, ctx.scale)
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        at = positions_of_keys()
+        at = positions_of_keys(cu_k, k.shape[0])
         dk, dv = kernels.grad_keys(grad_out, q, k, v, lse, delta, cu_q, cu_k, positions, at, ctx.scale)
     return dq, dk, dv
 
 
 def packed_gradients(ctx, grad_out):
     """``gradients`` by these ops."""
-
-    def positions_of_keys():
-        return positions_of_all_keys(ctx.saved_tensors[6], ctx.saved_tensors[1].shape[0])
-
-    return gradients(sys.modules[__name__], ctx, grad_out, positions_of_keys)
+    return gradients(sys.modules[__name__], ctx, grad_out)
 
 
 def _packed_backward(ctx, grad_out, _):

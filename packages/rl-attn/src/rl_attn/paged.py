@@ -32,6 +32,11 @@ class PagedKV:
                 f"PagedKV got k {tuple(k.shape)} {k.dtype} {k.device} and v {tuple(v.shape)} {v.dtype} {v.device}; "
                 "supported: two [num_blocks, Hkv, block_size, D] views of one dtype and device"
             )
+        if k.shape[2] < 1:
+            raise ContractError(
+                f"PagedKV got pages of {k.shape[2]} tokens in {tuple(k.shape)}; supported: a block_size of 1 or more, "
+                "take the engine's"
+            )
         if k.numel() and (k.stride(3) != 1 or v.stride(3) != 1):
             raise ContractError(
                 f"PagedKV got strides {k.stride()} and {v.stride()}; head_dim must have stride 1, permute the view"
@@ -142,6 +147,11 @@ def check_paged(
             f"block_table {tuple(block_table.shape)}; supported: [requests], [requests + 1], [requests, pages]"
         )
     starts, lens, table = (x.to("cpu", torch.int64) for x in (query_start_loc, seq_lens, block_table))
+    if int(starts[0]) != 0:
+        raise ContractError(
+            f"attention_paged got query_start_loc[0]={int(starts[0])}; supported: a query_start_loc that starts at 0, "
+            "rows before it belong to no request"
+        )
     rows = starts.diff()
     entries = torch.arange(table.shape[1])
     needed = (entries[None, :] < (lens[:, None] + cache.block_size - 1) // cache.block_size) & (rows[:, None] > 0)

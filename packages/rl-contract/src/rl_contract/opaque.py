@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from rl_contract.errors import ContractError
 
@@ -100,6 +101,12 @@ class OpaqueOp:
         tensors, written = self._tensors, self._written
 
         def kernel(*arguments: Any) -> Any:
+            # the dispatcher drops tangents of an operator without a word
+            if forward_ad._current_level >= 0:
+                raise ContractError(
+                    f"{self.name} got called under forward-mode differentiation (torch.func.jvp, dual_level), and has "
+                    "no tangents; supported: backward(), torch.autograd.grad"
+                )
             if torch.is_grad_enabled():
                 self._refuse_gradients(arguments)
             result = function(*arguments)
