@@ -105,15 +105,7 @@ def _rows(arch):
     return json.loads((files("rl_attn") / "plans" / f"{name}.json").read_text())["rows"]
 
 
-def _cases():
-    """Every row where memory is tight; of gfx950, which has more of it for the same rows, the last one of a kernel."""
-    for arch in ARCHS:
-        rows = _rows(arch)
-        last = {row["kernel"]: n for n, row in enumerate(rows)}
-        yield from ((arch, n) for n, row in enumerate(rows) if arch != "gfx950" or last[row["kernel"]] == n)
-
-
-CASES = list(_cases())
+CASES = [(arch, n) for arch in ARCHS for n in range(len(_rows(arch)))]
 
 
 @pytest.mark.parametrize(("arch", "n"), CASES, ids=[f"{a}-{_rows(a)[n]['kernel']}{n}" for a, n in CASES])

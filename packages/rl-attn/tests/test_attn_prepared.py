@@ -138,6 +138,9 @@ def test_refusals_are_refused_every_time_and_by_the_type_of_a_number(direct):
         ):
             with pytest.raises(ContractError):
                 attention_packed(q, k, v, **call | bad)
+        for tile in (48, 512):
+            with pytest.raises(ContractError, match=f"attention_packed on a GPU got key_tile={tile}; supported: 16 to"):
+                attention_packed(q, k, v, **call, key_tile=tile, segment=3072)
         with pytest.raises(ContractError, match="kv heads"):
             attention_packed(q[:, :3], k, v, **call)
         with pytest.raises(ContractError, match="ndarray"):

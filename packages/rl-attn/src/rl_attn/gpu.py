@@ -18,6 +18,7 @@ from rl_attn.gpu_device import (
     arch,
     block_rows,
     check,
+    check_key_tile,
     current_plans,
     direct,
     exponent_factor,
@@ -78,6 +79,7 @@ def packed(
     call = _packed.get(key)
     if call is None:
         check("attention_packed", q, k, v)
+        check_key_tile("attention_packed", key_tile)
         q, k, v = unit_last(q), unit_last(k), unit_last(v)
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -123,6 +125,7 @@ def paged(
     call = _paged.get(key)
     if call is None:
         check("attention_paged", q, k_cache, v_cache)
+        check_key_tile("attention_paged", key_tile)
         # kernels read what lies one behind the other
         q, query_start_loc, seq_lens, block_table = map(unit_last, (q, query_start_loc, seq_lens, block_table))
     if out is None:

@@ -127,6 +127,14 @@ def check(where: str, *tensors: Tensor) -> None:
             raise ContractError(f"{where} on a GPU got {x.dtype}; supported: {DTYPES}; convert the model")
 
 
+def check_key_tile(where: str, key_tile: int) -> None:
+    """What kernels lay out as a block of keys."""
+    if key_tile & (key_tile - 1) or key_tile > 256:
+        raise ContractError(
+            f"{where} on a GPU got key_tile={key_tile}; supported: 16 to 256, a power of two; take it from the profile"
+        )
+
+
 def padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
