@@ -111,6 +111,19 @@ def test_batch_alone_equals_packed_in_any_order_and_budget(one_rank: None, tiny:
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(parts, packed))
 
 
+def test_micro_batches_are_those_of_one_rank_whatever_context_parallelism_pads() -> None:
+    samples = [(list(range(1, n + 1)), [7] * m) for n, m in ((3, 6), (9, 8), (1, 2), (12, 1), (4, 5))]
+    for budget in (1, 12, 17, 20, 29, 1000):
+        groups = {
+            cp: [b.response_lengths for b in micro_batches(samples, budget, vocab_size=97, max_positions=64, cp=cp)]
+            for cp in (1, 2, 4)
+        }
+        assert groups[1] == groups[2] == groups[4], budget
+    assert groups[1] == [[6, 8, 2, 1, 5]]
+    # nine tokens of 29, padded to twelve: seven that are padding push no sample out
+    assert len(micro_batches(samples, 29, vocab_size=97, max_positions=64, cp=2)[0].samples) == 3
+
+
 @pytest.mark.field_report("R86")
 def test_batch_appended_tokens_leave_earlier_ones(one_rank: None, tiny: Any) -> None:
     # right padding is nothing but tokens behind; causality keeps them out

@@ -308,6 +308,9 @@ def micro_batches(
 ) -> list[PackedBatch]:
     """Pack samples in order into batches of at most ``token_budget`` tokens; a longer sample is a batch of its own.
 
+    The tokens that context parallelism pads with are not counted: micro-batches, whose gradients are added one after
+    the other, are those of one rank.
+
     Raises:
         ContractError: as ``PackedBatch.pack``, for all samples at once, or a budget below one token.
     """
@@ -318,7 +321,8 @@ def micro_batches(
         raise ContractError(problem)
     groups: list[list[Sample]] = []
     held = 0
-    for sample, length in zip(whole.samples, whole.lengths):
+    for sample in whole.samples:
+        length = len(sample.prompt) + len(sample.response)
         if not groups or held + length > token_budget:
             groups.append([])
             held = 0

@@ -36,7 +36,7 @@ class TrainerRank:
         parallel: tensor and context parallel sizes.
         mode: ``strict`` or ``native``.
         optimizer, loss: hyper-parameters.
-        token_budget: most tokens of a micro-batch; None packs everything at once.
+        token_budget: most tokens of a micro-batch, padding of CP not counted; None packs everything at once.
         threads: torch's threads in this process; None leaves them.
         device, share_gpu: see ``topology.start``; a CPU is not shared.
         recompute, recompute_modules: see ``build_model``.
