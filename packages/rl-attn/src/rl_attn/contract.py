@@ -77,9 +77,9 @@ def attention(settings: Settings) -> Contract:
 
 
 def _gpu_attention(settings: Settings) -> Contract:
-    if settings.key_tile & (settings.key_tile - 1) or settings.key_tile > 256:
+    if settings.key_tile & (settings.key_tile - 1) or settings.key_tile > 128:
         raise ContractError(
-            f"attention on {settings.arch}: key_tile={settings.key_tile}, supported: 16 to 256, a power of two; use 128"
+            f"attention on {settings.arch}: key_tile={settings.key_tile}, supported: 16 to 128, a power of two; use 128"
         )
     dtype = settings.dtype
     return Contract(

@@ -128,10 +128,10 @@ def check(where: str, *tensors: Tensor) -> None:
 
 
 def check_key_tile(where: str, key_tile: int) -> None:
-    """What kernels lay out as a block of keys."""
-    if key_tile & (key_tile - 1) or key_tile > 256:
+    """What kernels lay out as a block of keys, and shared memory holds at every head dimension."""
+    if key_tile & (key_tile - 1) or key_tile > 128:
         raise ContractError(
-            f"{where} on a GPU got key_tile={key_tile}; supported: 16 to 256, a power of two; take it from the profile"
+            f"{where} on a GPU got key_tile={key_tile}; supported: 16 to 128, a power of two; take it from the profile"
         )
 
 
