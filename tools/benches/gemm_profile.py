@@ -58,7 +58,7 @@ def kernel_of(n: int, k: int, leaves: int, m: int) -> plans.Kernel:
 def _run(kernel: plans.Kernel, leaves: int, x: Any, weight: Any, stamps: Any = (None, None)) -> Any:
     from rl_gemm import gpu
 
-    return gpu._launch(kernel, x, weight, leaves, 1, None, torch.bfloat16, stamps)
+    return gpu.launcher(kernel, x, weight, leaves, 1, None, torch.bfloat16, stamps)(x, weight, None)
 
 
 def _without_merge(kernel: plans.Kernel, leaves: int, x: Any, weight: Any) -> None:

@@ -1,6 +1,7 @@
 """Makes the helper modules beside the tests importable under any pytest import mode; small runs on fake workers."""
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="module")
-def workers():
+@contextmanager
+def _inline():
     import parity_workers
 
     from rl_parity import preflight
@@ -22,6 +23,20 @@ def workers():
         parity_workers.FAULTS.clear()
         yield
         parity_workers.FAULTS.clear()
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Fake workers in this process, for what a module's tests share."""
+    with _inline():
+        yield
+
+
+@pytest.fixture
+def inline_workers():
+    """The same for one test, whose faults are no other's."""
+    with _inline():
+        yield
 
 
 @pytest.fixture(scope="module")

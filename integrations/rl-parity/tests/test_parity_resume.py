@@ -1,4 +1,4 @@
-"""A run in two sittings is the run in one: every bit, every record, one ledger; and what must not be resumed is not."""
+"""A run in two sittings is the run in one: every bit, every record, one ledger."""
 
 import json
 import shutil
@@ -9,44 +9,20 @@ import parity_workers
 import pytest
 import torch
 from parity_rundir import make_older
+from parity_sittings import contents, edited, killed, resume, start
 from safetensors.torch import load_file
 
 from rl_contract import ContractError
-from rl_parity import cli, loop, preflight, runner, state
+from rl_parity import cli, loop, runner, state
 from rl_parity.bound import file_digests
 from rl_parity.launch import WorkerFailure
-from rl_parity.rundir import RunDirectory, StepSamples
+from rl_parity.rundir import RunDirectory
 from vime_sync import Manifest, StepLedger
 
 pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
-SMALL = ["--batch", "2", "--group", "2", "--max-new-tokens", "4", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def workers(monkeypatch):
-    monkeypatch.setattr("rl_parity.fleet.make_launcher", lambda kind, logs: parity_workers.InlineLauncher())
-    memory = preflight.psutil.virtual_memory()
-    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: memory._replace(available=64 * preflight.GIB))
-    parity_workers.FAULTS.clear()
-    yield
-    parity_workers.FAULTS.clear()
-
-
-def start(out, *options):
-    return cli.main(["run", "--out", str(out), *SMALL, *options])
-
-
-def resume(out, *options):
-    return cli.main(["run", "--resume", str(out), *options])
-
-
-def killed(out):
-    """As a run that was killed leaves its manifest."""
-    manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["finished"]
-    (out / "manifest.json").write_text(json.dumps({**manifest, "status": "running", "files_sha256": {}}))
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def test_two_and_two_steps_are_four_steps(tmp_path, capsys):
@@ -221,37 +197,6 @@ def test_steps_after_the_last_saved_state_are_done_again_and_come_out_the_same(t
     assert again == [{"step": 2, "weight_digest": RunDirectory(whole).steps("strict")[2]["weight_digest"]}]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--steps", "4", "--lr", "0.1", "--seed", "3"], ["--lr 0.1 differs from the run's 0.0004", "--seed 3"]),
-        (["--steps", "4", "--train", "tp=2"], ["--train tp=2,cp=1 differs from the run's tp=1,cp=1"]),
-        (["--steps", "4", "--out", "/tmp/elsewhere"], ["--out /tmp/elsewhere is another directory"]),
-        ([], ["--steps is missing"]),
-        (["--steps", "1"], ["2 steps are done, --steps 1 asks for fewer"]),
-        (["--steps", "4", "--weights", "paper"], []),
-    ],
-)
-def test_a_run_goes_on_as_it_began_or_not_at_all(tmp_path, capsys, options, words):
-    assert start(tmp_path / "out", "--steps", "2", "--save-every", "1") == 0
-    before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    if not words:
-        with pytest.raises(SystemExit):
-            resume(tmp_path / "out", *options)
-        return
-    assert resume(tmp_path / "out", *options) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words), message
-    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == before
-
-
-def test_a_run_without_a_saved_state_cannot_be_resumed(tmp_path, capsys):
-    assert start(tmp_path / "out", "--steps", "2") == 0
-    assert resume(tmp_path / "out", "--steps", "4") == 2
-    assert "2 steps and no saved state; save with --save-every" in capsys.readouterr().err
-    assert cli.main(["run", "--resume", str(tmp_path / "nothing"), "--steps", "4"]) == 2
-
-
 @pytest.mark.parametrize("every", ["3", "2"], ids=["before", "while"])
 def test_an_arm_killed_before_its_first_state_was_saved_begins_anew(tmp_path, capsys, every):
     whole, out = tmp_path / "whole", tmp_path / "out"
@@ -274,150 +219,12 @@ def test_an_arm_killed_before_its_first_state_was_saved_begins_anew(tmp_path, ca
     assert cli.main(["compare", str(whole), str(out)]) == 0
 
 
-@pytest.mark.parametrize(("every", "ended"), [("3", True), ("1", False)], ids=["finished", "killed"])
-def test_an_arm_whose_state_was_due_and_is_gone_does_not_begin_anew(tmp_path, capsys, every, ended):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "2", "--save-every", every) == 0
-    if not ended:
-        killed(out)
-    shutil.rmtree(out / "strict" / "state")
-    before = contents(out)
-    assert resume(out, "--steps", "4") == 2
-    assert f"strict arm: 2 steps and no saved state; restore {out / 'strict' / 'state'}" in capsys.readouterr().err
-    assert contents(out) == before
-
-
-def test_a_run_with_a_mismatch_cannot_be_resumed(tmp_path, capsys):
-    parity_workers.FAULTS.add("rollout bits")
-    assert start(tmp_path / "out", "--steps", "2", "--save-every", "1") == 1
-    assert resume(tmp_path / "out", "--steps", "4") == 2
-    assert "ended with a mismatch" in capsys.readouterr().err
-
-
 def test_a_run_interrupted_before_its_first_step_begins_again(tmp_path):
     parity_workers.FAULTS.add("interrupt")
     assert start(tmp_path / "out", "--steps", "2", "--save-every", "1") == 130
     parity_workers.FAULTS.clear()
     assert resume(tmp_path / "out", "--steps", "2") == 0
     assert RunDirectory(tmp_path / "out").manifest()["status"] == "finished"
-
-
-def test_a_state_with_another_bit_or_of_another_model_is_refused(tmp_path, capsys):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "1", "--save-every", "1") == 0
-    (file,) = (out / "strict" / "state" / "step-00001").glob("*.safetensors")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert resume(out, "--steps", "2") == 2
-    assert "state.json says" in capsys.readouterr().err
-    file.write_bytes(whole)
-    model = out / "model" / "model.safetensors"
-    held = model.read_bytes()
-    model.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
-    assert resume(out, "--steps", "2") == 2
-    assert "give the same checkpoint" in capsys.readouterr().err
-    # a built-in model that is gone is made again
-    for path in (out / "model").iterdir():
-        path.unlink()
-    assert resume(out, "--steps", "2") == 0
-
-
-def contents(root):
-    return {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
-def test_a_state_of_another_step_than_its_folder_is_refused_before_anything_is_cut(tmp_path, capsys):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "3", "--save-every", "2") == 0
-    described = out / "strict" / "state" / "step-00003" / state.DESCRIPTION
-    whole = json.loads(described.read_text())
-    for step in (1, 2, True, "3"):
-        described.write_text(json.dumps({**whole, "step": step}))
-        before = contents(out)
-        assert resume(out, "--steps", "4") == 2
-        assert f"says step {step!r}, its folder is step-00003" in capsys.readouterr().err
-        assert contents(out) == before
-    # the folder renamed to fit: the ledger knows which weights step 1 had
-    described.write_text(json.dumps({**whole, "step": 1}))
-    described.parent.rename(described.parent.with_name("step-00001"))
-    before = contents(out)
-    assert resume(out, "--steps", "4") == 2
-    assert "ledger.jsonl has weights" in capsys.readouterr().err
-    assert contents(out) == before
-
-
-def edited(path, **changes):
-    data = json.loads(path.read_text())
-    for name, value in changes.items():
-        *above, last = name.split("__")
-        at = data
-        for key in above:
-            at = at[key]
-        at[last] = value
-    path.write_text(json.dumps(data))
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"config__seed": 7}, "seeds has run 0, config 7"),
-        ({"config__train": {"tp": 2, "cp": 1}}, "topology has train"),
-        ({"config__temperature": 0.5}, "sampling has temperature 1.0, config 0.5"),
-        ({"config__plant": "gemm.row"}, "plant is None, in config 'gemm.row'"),
-        ({"config__lr": 0.1}, "config is not the one of config_sha256"),
-        ({"config__reward": "even"}, "config is not the one of config_sha256"),
-        ({"config__steps": -1}, "config is not the one of config_sha256"),
-        ({"config__limit": True}, "limit=True, supported: float or int"),
-        ({"config__limit": "5"}, "limit='5', supported: float or int"),
-        ({"config__train": {"tp": 0}}, "train: tp=0, supported: at least 1"),
-        ({"config__train": 3}, "'train' is 3, supported is dict"),
-        ({"config__zzz": 3}, "unknown zzz"),
-        ({"status": "zzz"}, "'status' is 'zzz', supported are running"),
-        ({"fingerprints__norm": "0"}, "fingerprints have norm 0, the profile's is"),
-        ({"profile__settings__norm_eps": 1e-5}, "fingerprints have profile"),
-    ],
-)
-def test_an_edited_manifest_is_refused_by_name(tmp_path, capsys, changes, named):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "1", "--save-every", "1") == 0
-    edited(out / "manifest.json", **changes)
-    before = contents(out)
-    assert resume(out, "--steps", "2") == 2
-    assert named in capsys.readouterr().err
-    assert cli.main(["report", str(out)]) == 2
-    assert named in capsys.readouterr().err
-    assert contents(out) == before
-
-
-def test_a_manifest_without_a_digest_is_held_against_its_command(tmp_path, capsys):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "1", "--save-every", "1") == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["config_sha256"]
-    manifest["command"] = [f"rl-parity run --out {out} {' '.join(SMALL)} --steps 1 --save-every 1"]
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    make_older(out)
-    assert cli.main(["report", str(out)]) == 0
-    edited(out / "manifest.json", config__lr=0.1, config__batch=4)
-    assert resume(out, "--steps", "2") == 2
-    err = capsys.readouterr().err
-    assert "config has batch 4, command 2" in err
-    assert "config has lr 0.1, command 0.0004" in err
-    edited(out / "manifest.json", config__lr=4e-4, config__batch=2)
-    assert resume(out, "--steps", "2") == 0
-
-
-@pytest.mark.parametrize("value", [None, "x", [], ...])
-def test_a_record_whose_figures_have_no_sum_is_refused_before_a_sitting_begins(tmp_path, capsys, value):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "1", "--save-every", "1") == 0
-    path = out / "strict" / "steps.jsonl"
-    record = {**json.loads(path.read_text()), "mean_abs_diff": value}
-    path.write_text(json.dumps({name: x for name, x in record.items() if x is not ...}) + "\n")
-    before = contents(out)
-    assert resume(out, "--steps", "2") == 2
-    assert f"{path} lacks or misstates a figure" in capsys.readouterr().err
-    assert contents(out) == before
 
 
 def test_state_of_a_rank_comes_back_whole(tmp_path):
@@ -433,28 +240,6 @@ def test_state_of_a_rank_comes_back_whole(tmp_path):
         state.read_rank(tmp_path, 2, digest)
     with pytest.raises(ContractError, match="slash"):
         state.write_rank(tmp_path, 0, {"a/b": torch.zeros(1)})
-
-
-@pytest.mark.parametrize("name", ["loss", "reward", "grad_norm", "max_abs_diff", "rewards of samples", "both rewards"])
-def test_an_edited_figure_of_a_step_is_refused_by_report_and_resume(tmp_path, capsys, name):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "2", "--save-every", "1", "--reward", "even") == 0
-    assert cli.main(["report", str(out)]) == 0
-    directory = RunDirectory(out)
-    records, path = directory.steps("strict"), directory.samples_path("strict", 1)
-    if "rewards" in name:
-        held = StepSamples.load(path)
-        held.reward[0] += 0.5
-        held.save(path)
-        records[1]["reward"] += 0.125 if name == "both rewards" else 0
-    else:
-        records[1][name] = (records[1][name] or 0.0) + 0.25
-    (out / "strict" / "steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    before = contents(out)
-    for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "3"]):
-        assert cli.main(command) == 2
-        assert "reward" in capsys.readouterr().err or "rewards" not in name
-    assert contents(out) == before
 
 
 def old_run(out, monkeypatch, *, records=True):
@@ -493,30 +278,6 @@ def test_a_run_of_plain_sha256_keeps_it(tmp_path, monkeypatch, capsys):
     assert "weight_digest " not in out
     assert cli.main(["compare", str(old), str(old)]) == 0
     assert "strict weight_digest " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["sha512", "words128", None, 3])
-def test_a_run_whose_weights_have_an_unknown_digest_is_refused_by_name(tmp_path, capsys, name):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "1", "--save-every", "1") == 0
-    edited(out / "manifest.json", weight_digest=name)
-    before = contents(out)
-    for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "2"]):
-        assert cli.main(command) == 2
-        err = capsys.readouterr().err
-        assert f"weight_digest {name!r} is unknown, supported: sha256-tree, sha256" in err
-    assert contents(out) == before
-
-
-def test_a_new_ledger_that_lost_all_digests_of_records_is_refused(tmp_path, capsys):
-    out = tmp_path / "out"
-    assert start(out, "--steps", "2", "--save-every", "1") == 0
-    path = out / "strict" / "ledger.jsonl"
-    path.write_text("".join(s for s in path.read_text().splitlines(keepends=True) if '"record"' not in s[:20]))
-    edited(out / "manifest.json", files_sha256=file_digests(RunDirectory(out)))
-    for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "3"]):
-        assert cli.main(command) == 2
-        assert "lacks the digests of step 0, which this run keeps" in capsys.readouterr().err
 
 
 def test_old_ledgers_without_digests_of_records_go_on_and_a_lost_line_is_missed(tmp_path, monkeypatch, capsys):

@@ -51,7 +51,7 @@ def test_every_kernel_of_the_plan_file_has_the_same_fp32_bits():
             for leaves in (1, 2, 4, 8, 16) if kernel.kind in ("tree", "hopper") else (1, 8):
                 if not gpu._fits(kernel, x, weight, 4096 // leaves, 1):
                     continue
-                got = gpu._launch(kernel, x, weight, leaves, 1, None, torch.float32)
+                got = gpu.launcher(kernel, x, weight, leaves, 1, None, torch.float32)(x, weight, None)
                 assert equal(got, want[leaves]), (kernel.name, leaves, kind)
                 checked += 1
     assert checked >= 100

@@ -230,7 +230,7 @@ def prepare(key: tuple[Any, ...], x: Tensor, y: Tensor, bias: Tensor | None = No
         kernel = _shallow(own.kernels[use], k // leaves // fused, fused)
         if _fits(kernel, a, b, k // leaves, fused):
             count = gpu_tally(boundary, f"rl_gemm.triton.{kernel.kind}", f"{name}:{use}:tree{leaves}")
-            run = _launcher(kernel, a, b, leaves, fused, bias, out_dtype)
+            run = launcher(kernel, a, b, leaves, fused, bias, out_dtype)
             return kept(key, own, _counted(count, run))
     raise MissingSupport(
         f"no plan of {own.arch} fits {operation} N={n} K={k} leaves={leaves} M={m}; add a row to the plan file"
@@ -352,21 +352,7 @@ def _fits(kernel: plans.Kernel, a: Tensor, b: Tensor, leaf_k: int, fused: int) -
     return possible and shared and whole_rows and leaf_k % kernel.block_k == 0 and _gluon() is not None
 
 
-def _launch(
-    kernel: plans.Kernel,
-    a: Tensor,
-    b: Tensor,
-    leaves: int,
-    fused: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    stamps: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
-    """``stamps``: where a profile wants the times of the kernel and of the merge that may follow it."""
-    return _launcher(kernel, a, b, leaves, fused, bias, out_dtype, stamps)(a, b, bias)
-
-
-def _launcher(
+def launcher(
     kernel: plans.Kernel,
     a: Tensor,
     b: Tensor,
@@ -376,7 +362,10 @@ def _launcher(
     out_dtype: torch.dtype,
     stamps: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Run:
-    """``kernel`` and the merge that may follow it, for operands that look alike, whichever way round they are given."""
+    """``kernel`` and the merge that may follow it, for operands that look alike, whichever way round they are given.
+
+    ``stamps``: where a profile wants the times of the two.
+    """
     (m, _), n, processors = a.shape, b.shape[0], _processors(a.device.index or 0)
     empty = partial(torch.empty, (m, n), dtype=out_dtype, device=a.device)
     given, (first, second) = (leaves, fused, processors), stamps

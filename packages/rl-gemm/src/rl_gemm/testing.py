@@ -27,7 +27,7 @@ def reference(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> Tensor:
     from rl_gemm import gpu
 
     kernel = plans.Kernel(kind="leaf", block_m=16, block_n=32, block_k=16, warps=4, stages=3)
-    return gpu._launch(kernel, a, b, leaves, 1 if leaves == 1 else fused, None, torch.float32)
+    return gpu.launcher(kernel, a, b, leaves, 1 if leaves == 1 else fused, None, torch.float32)(a, b, None)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
