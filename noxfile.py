@@ -3,6 +3,7 @@
 ``nox -s parity`` is the main job: real vLLM and real Megatron-core on a CPU, equal bit for bit.
 """
 
+import os
 import re
 import shutil
 import tomllib
@@ -26,6 +27,11 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH = "torch==2.13.0+cpu"
 # compiles the GPU kernels without a GPU; the release that the results in docs/results/h200 were made with
 TRITON = ["triton==3.6.0; platform_system == 'Linux'", "numpy<2.4"]  # its interpreter fails on newer NumPy
+# mypy's errors about types, in code that has no annotations
+TYPES = (
+    "arg-type", "assignment", "call-arg", "call-overload", "dict-item", "index", "list-item", "method-assign", "misc",
+    "operator", "return-value", "union-attr", "var-annotated",
+)  # fmt: skip
 # these come with the engine, do not import beside a CPU torch, and nothing here uses them
 UNUSED_ENGINE_PARTS = ["torchvision", "torchaudio", "torchcodec"]
 
@@ -116,6 +122,13 @@ def typecheck(session: nox.Session) -> None:
     install_projects(session, [n for n, p in PROJECTS.items() if p.parent.name == "packages"])
     for path in PROJECTS.values():
         session.run("mypy", str(path / "src"))
+    # no CPU runs tools and tests of a GPU; at least every name in them is there
+    names_only = [f"--disable-error-code={code}" for code in TYPES]
+    tools = sorted(str(x) for x in (ROOT / "tools").iterdir() if x.is_file() and x.suffix in ("", ".py"))
+    session.run("mypy", "--scripts-are-modules", *names_only, *tools, env={"MYPYPATH": "tools"})
+    found = sorted(str(x) for path in PROJECTS.values() for x in path.glob("tests/*_gpu*.py"))
+    places = os.pathsep.join(sorted({str(Path(x).parent) for x in found} | {"tests"}))
+    session.run("mypy", "--explicit-package-bases", *names_only, *found, env={"MYPYPATH": places})
 
 
 @nox.session

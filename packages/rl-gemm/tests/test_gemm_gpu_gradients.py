@@ -49,11 +49,11 @@ def test_main_grad_takes_block_after_block(n, k, tokens):
         block = slice(begin, begin + 8192)
         want += ops.grad_weight(dy[block].contiguous(), x[block].contiguous())
     weight = torch.nn.Parameter(matrix(n, k, "normal", 3))
-    weight.main_grad = start.clone()
+    weight.main_grad = start.clone()  # type: ignore[attr-defined]
     y = rl_gemm.column_parallel_linear(x, weight)
     y.backward(dy)
     assert weight.grad is None
-    assert equal(weight.main_grad, want)
+    assert equal(weight.main_grad, want)  # type: ignore[attr-defined]
 
 
 def test_twenty_repeats_of_every_gradient_are_equal():
