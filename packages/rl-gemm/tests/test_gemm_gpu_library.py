@@ -67,3 +67,23 @@ def test_without_a_certificate_the_kernel_runs(monkeypatch):
     y = ops.matmul_tree(x, weight)
     assert all("triton" in r["kernel"] for r in launches())
     assert equal(y, reference(x, weight))
+
+
+@pytest.mark.parametrize("tokens", [8193, 20000])
+def test_more_rows_than_a_certificate_reaches_take_the_memory_of_the_output(tokens, monkeypatch):
+    x, weight = matrix(tokens, 4096, "spread", 39), matrix(6144, 4096, "normal", 40)
+    dy = matrix(tokens, 6144, "cancel", 41)
+    for call in (lambda: ops.matmul(x, weight, None, 1, torch.bfloat16), lambda: ops.grad_input(dy, weight, 1, 1)):
+        call()
+        reset_launches()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = call()
+        assert torch.cuda.max_memory_allocated() - before <= y.nbytes + (1 << 20)
+        assert {r["kernel"] for r in launches()} == {f"rl_gemm.{vendor.NAME}"}
+        with monkeypatch.context() as patch:
+            patch.setitem(plans.plan_files.own, "sm90", replace(plans.shipped("sm90"), certificates=()))
+            reset_launches()
+            want = call()
+            assert all("triton" in r["kernel"] for r in launches())
+        assert torch.equal(y.view(torch.int16), want.view(torch.int16))

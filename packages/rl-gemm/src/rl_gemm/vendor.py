@@ -130,6 +130,22 @@ def product(views: str, out_dtype: torch.dtype, x: Tensor, y: Tensor, bias: Tens
         return torch.mm(first, second, out_dtype=out_dtype)
 
 
+def product_by_rows(views: str, out_dtype: torch.dtype, most: int, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    """``product`` of a contiguous x [M, K], by calls of at most ``most`` rows that write to their place."""
+    second = y.t() if views == "nt" else y
+    out = x.new_empty((x.shape[0], second.shape[1]), dtype=out_dtype)
+    # PyTorch refuses to write to a place where a gradient could be asked for; the callers have their own
+    with torch.no_grad(), no_split_k():
+        for rows, place in zip(x.split(most), out.split(most), strict=True):
+            if bias is not None:
+                torch.addmm(bias, rows, second, out=place)
+            elif out_dtype == x.dtype:
+                torch.mm(rows, second, out=place)
+            else:
+                torch.mm(rows, second, out_dtype=out_dtype, out=place)
+    return out
+
+
 def uncertified_matmul(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The library under whatever switches are set; ``tools/certify`` also runs it with split-K allowed."""
     if bias is not None:
