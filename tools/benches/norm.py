@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU beside a copy of the same bytes, and beside vLLM's CUDA kernels where its library is there."""
+"""RMSNorm, SwiGLU and what stands before attention, beside a copy of the same bytes and vLLM's CUDA kernels."""
 
 import importlib
 import os
@@ -11,7 +11,11 @@ import torch
 from benches import data, timing
 
 HIDDEN, FFN, HEADS, HEAD_DIM = 4096, 12288, 40, 128
+QUERIES, KEYS, PAGE = 32, 8, 16
+BEFORE = "norm, rotary, write"
 ROWS = (1, 16, 64, 256, 1024, 4096, 8192, 16384, 32768)
+
+_WIDTHS = {"q/k norm": HEADS * HEAD_DIM, BEFORE: (QUERIES + 2 * KEYS) * HEAD_DIM}
 
 
 def _vllm() -> Any | None:
@@ -66,6 +70,7 @@ def _cases(m: int, vllm: Any | None) -> dict[str, tuple[int, dict[str, Callable[
             wide,
         ),
     }
+    cases[BEFORE] = _before_attention(m, vllm)
     if vllm is not None:
         cases["rms_norm"][1]["vllm"] = lambda i: vllm.rms_norm(y[i % 2], x[i], weight, 1e-6)
         # vLLM's fused kernel overwrites both operands, so it gets buffers of its own; values do not change its time
@@ -75,6 +80,45 @@ def _cases(m: int, vllm: Any | None) -> dict[str, tuple[int, dict[str, Callable[
         cases["q/k norm"][1]["vllm"] = lambda i: vllm.rms_norm(qk_out, qk[i], qk_weight, 1e-6)
         cases["swiglu"][1]["vllm"] = lambda i: vllm.silu_and_mul(act, gate_up[i])
     return cases
+
+
+def _before_attention(m: int, vllm: Any | None) -> tuple[int, dict[str, Callable[[int], object]], int]:
+    """q/k norm, rotation and cache write of a layer's m tokens: one kernel, beside vLLM's four."""
+    import rl_attn
+
+    width = (QUERIES + 2 * KEYS) * HEAD_DIM
+    moved = 2 * 2 * m * width
+    count = timing.copies(moved // 2)
+    qkv = [data.matrix(m, width, "normal", i).view(m, -1, HEAD_DIM) for i in range(count)]
+    table = rl_attn.rope_table(40960, HEAD_DIM, 1e6)
+    weight = data.matrix(1, HEAD_DIM, "normal", 8)[0]
+    places = torch.arange(m, device="cuda")
+    pages = torch.zeros(2, -(-m // PAGE), PAGE, KEYS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    cache = rl_attn.PagedKV.from_vllm_split(pages, num_kv_heads=KEYS, head_dim=HEAD_DIM)
+    positions = places % 4096
+
+    def strict(i: int) -> object:
+        q, k, v = qkv[i].split([QUERIES, KEYS, KEYS], dim=1)
+        return rl_attn.norm_rotary_write(
+            q, k, v, positions, table, cache, places, q_weight=weight, k_weight=weight, eps=1e-6
+        )
+
+    calls: dict[str, Callable[[int], object]] = {"strict": strict}
+    caches = getattr(torch.ops, "_C_cache_ops", None)
+    if vllm is not None and hasattr(caches, "reshape_and_cache_flash"):
+        angles = torch.randn(40960, HEAD_DIM, device="cuda").bfloat16()
+        one = torch.ones(1, device="cuda")
+        parts = [[x.contiguous() for x in t.split([QUERIES, KEYS, KEYS], dim=1)] for t in qkv]
+
+        def four(i: int) -> object:
+            q, k, v = parts[i]
+            vllm.rms_norm(q, q, weight, 1e-6)
+            vllm.rms_norm(k, k, weight, 1e-6)
+            vllm.rotary_embedding(positions, q.view(m, -1), k.view(m, -1), HEAD_DIM, angles, True)
+            return caches.reshape_and_cache_flash(k, v, pages[0], pages[1], places, "auto", one, one)
+
+        calls["vllm"] = four
+    return moved, calls, count
 
 
 def _copy(total: int) -> tuple[Callable[[int], object], int]:
@@ -111,7 +155,7 @@ def again(budget: float, match: str) -> list[dict[str, Any]]:
                         {
                             "case": f"{name} M={m}",
                             "op": name,
-                            "shape": [m, HEAD_DIM * HEADS if name == "q/k norm" else HIDDEN if "norm" in name else FFN],
+                            "shape": [m, _WIDTHS.get(name, HIDDEN if "norm" in name else FFN)],
                             "bytes": moved,
                             "strict_us": round(times["strict"], 2),
                             "peer": peer,

@@ -18,9 +18,9 @@ from rl_contract.profile import KEY_TILE, SEGMENT  # noqa: E402
 ARCHS = {"sm90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 # bytes of shared memory that one program may ask for
 ROOM = {"sm90": 232448, "gfx942": 65536, "gfx950": 163840}
-BF16 = ("q", "k", "v", "out", "grad", "dq", "dk", "dv")
-FP32 = ("lse", "delta", "part_m", "part_w", "part_o")
-INDEX = ("cu_q", "cu_k", "seq_lens", "table", "positions", "key_positions")
+BF16 = ("q", "k", "v", "out", "grad", "dq", "dk", "dv", "q_weight", "k_weight", "k_cache", "v_cache")
+FP32 = ("lse", "delta", "part_m", "part_w", "part_o", "cos", "sin")
+INDEX = ("cu_q", "cu_k", "seq_lens", "table", "positions", "key_positions", "slots")
 COUNTS = ("begun", "folded")
 # registers that a frozen plan may spill, by (architecture, kernel, head_dim); none elsewhere
 ALLOWED_SPILLS: dict[tuple[str, str, int], int] = {}
@@ -28,7 +28,7 @@ ALLOWED_SPILLS: dict[tuple[str, str, int], int] = {}
 
 def _signature(function, constants, box):
     types = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | dict.fromkeys(INDEX, "*i64")
-    types |= dict.fromkeys(COUNTS, "*i32") | {"c": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(COUNTS, "*i32") | {"c": "fp32", "scale": "fp32", "eps": "fp32"}
     signature, aligned = {}, {}
     for i, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
@@ -38,7 +38,7 @@ def _signature(function, constants, box):
             shape = [box, constants["D"]]
             layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
             signature[name] = f"tensordesc<bf16{shape},{layout!r}>"
-        if types.get(name, "").startswith("*") or re.fullmatch(r"s[qkvog]_[bht]|._head_columns", name):
+        if types.get(name, "").startswith("*") or re.fullmatch(r"(s[qkvog]|c[kv])_[bht]|._head_columns", name):
             aligned[(i,)] = [["tt.divisibility", 16]]
     return signature, aligned
 
@@ -123,6 +123,20 @@ def test_plan_row_fits_its_architecture(arch, n):
         spills = sum(int(x) for x in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", text))
         assert spills <= ALLOWED_SPILLS.get((arch, row.kernel, row.head_dim), 0)
         assert row.kernel == "fold" or "v_mfma_f32_16x16x" in text
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("head_dim", "half", "heads"), [(128, 64, 16), (96, 24, 4)])
+def test_norm_rotation_and_write_of_rows_fit_in_registers(arch, head_dim, half, heads):
+    """A head's sum of squares joins registers and lanes where they are; heads of 128 need no shared memory for it."""
+    from rl_attn.triton_rotary import norm_rotary_write_kernel
+
+    sizes = {"D": head_dim, "BLOCK_D": gpu.padded(head_dim), "HALF": half, "BLOCK_HALF": gpu.padded(half)}
+    rest = {"BLOCK_REST": gpu.padded(head_dim - 2 * half), "HEADS": heads, "KV_HEADS": heads // 2, "NORM": True}
+    built = _compile(norm_rotary_write_kernel, sizes | rest | {"PAGE": 16}, {"num_warps": 4}, arch)
+    assert built.metadata.shared <= (0 if head_dim == 128 else 4096)
+    if arch != "sm90":
+        assert re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", built.asm["amdgcn"]) == ["0", "0"]
 
 
 def test_sm90_uses_its_matrix_unit_and_one_exp2():

@@ -14,8 +14,9 @@ from rl_contract.triton_launch import Prepared, keep
 
 _decided: dict[Any, Prepared | None] = {}
 _missing = object()
-# of a program
+# of a program; with a norm in front threads have 16 bytes of each half
 _HEADS = 8
+_NORMED_HEADS = 16
 
 
 def _token_head(**tensors: Tensor) -> dict[str, int]:
@@ -124,7 +125,7 @@ def _decide_all(
     tokens, heads, head_dim = q.shape
     blocks, kv_heads, page, _ = k_cache.shape
     half = cos.shape[1]
-    block = min(_HEADS, _power(kv_heads))
+    block, kv_block = min(_NORMED_HEADS, _power(heads)), min(_NORMED_HEADS, _power(kv_heads))
     if not tokens:
         return None
     fixed: dict[str, Any] = {"eps": eps, "table_rows": cos.shape[0], "room": blocks * page}
@@ -132,8 +133,8 @@ def _decide_all(
     fixed |= _cache_steps(ck=k_cache, cv=v_cache) | {"PAGE": page, "D": head_dim, "BLOCK_D": _power(head_dim)}
     fixed |= {"HALF": half, "BLOCK_HALF": _power(half), "BLOCK_REST": _power(max(1, head_dim - 2 * half))}
     return Prepared(
-        kernels().rotary.norm_rotary_write_kernel, (tokens, -(-heads // block) + -(-kv_heads // block)),
-        fixed | {"HEADS": block, "NORM": norm}, num_warps=4, enable_fp_fusion=False,
+        kernels().rotary.norm_rotary_write_kernel, (tokens, -(-heads // block) + -(-kv_heads // kv_block)),
+        fixed | {"HEADS": block, "KV_HEADS": kv_block, "NORM": norm}, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

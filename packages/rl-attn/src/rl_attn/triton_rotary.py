@@ -106,18 +106,23 @@ def _norm_rotate(
 ):  # fmt: skip
     """Rows at pointers x_at [HEADS, 1] to out_at [HEADS, 1]; c, s [1, BLOCK_HALF]; ok [HEADS, 1]."""
     TYPE: tl.constexpr = out_at.dtype.element_ty
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = ok & (i < HALF)
+    low, high = tl.load(x_at + i, mask=mask, other=0.0), tl.load(x_at + HALF + i, mask=mask, other=0.0)
     scale = 0.0
     if NORM:
-        d = tl.arange(0, BLOCK_D)[None, :]
-        x = tl.load(x_at + d, mask=ok & (d < D), other=0.0).to(tl.float32)
-        total = neighbour_tree(x * x, HEADS, BLOCK_D)
+        if D == 2 * HALF and HALF == BLOCK_HALF:
+            # the halves are the two subtrees of the root
+            a, b = low.to(tl.float32), high.to(tl.float32)
+            total = neighbour_tree(a * a, HEADS, BLOCK_HALF) + neighbour_tree(b * b, HEADS, BLOCK_HALF)
+        else:
+            d = tl.arange(0, BLOCK_D)[None, :]
+            x = tl.load(x_at + d, mask=ok & (d < D), other=0.0).to(tl.float32)
+            total = neighbour_tree(x * x, HEADS, BLOCK_D)
         if D & (D - 1) == 0:
             scale = _rsqrt(total * (1.0 / D) + eps)[:, None]
         else:
             scale = _rsqrt(tl.div_rn(total, D * 1.0) + eps)[:, None]
-    i = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = ok & (i < HALF)
-    low, high = tl.load(x_at + i, mask=mask, other=0.0), tl.load(x_at + HALF + i, mask=mask, other=0.0)
     w_low = tl.load(weight + i, mask=i < HALF, other=0.0)
     w_high = tl.load(weight + HALF + i, mask=i < HALF, other=0.0)
     x1, x2 = _normed(low, w_low, scale, NORM), _normed(high, w_high, scale, NORM)
@@ -135,35 +140,35 @@ def norm_rotary_write_kernel(
     q, k, v, out, q_weight, k_weight, k_cache, v_cache, positions, slots, cos, sin, eps, table_rows, room, heads,
     kv_heads, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, ck_b, ck_h, ck_t, cv_b, cv_h, cv_t,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_REST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of HEADS query heads, then of kv heads): queries to ``out``, keys and values to their slot.
+    """Grid (tokens, blocks of HEADS query heads, then of KV_HEADS kv heads): queries to ``out``, the rest to its slot.
 
     A slot outside the cache is skipped; a position outside the table gives NaN; nothing outside is read or written.
     """
     token = tl.program_id(0).to(tl.int64)
     q_blocks = (heads + HEADS - 1) // HEADS
-    is_q = tl.program_id(1) < q_blocks
-    block = tl.where(is_q, tl.program_id(1), tl.program_id(1) - q_blocks)
-    head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    block = tl.program_id(1)
     i = tl.arange(0, BLOCK_HALF)
     position = tl.load(positions + token).to(tl.int64)
     known = (position >= 0) & (position < table_rows)
     c = tl.load(cos + position * HALF + i, mask=known & (i < HALF), other=float("nan"))[None, :]
     s = tl.load(sin + position * HALF + i, mask=known & (i < HALF), other=float("nan"))[None, :]
-    if is_q:
+    if block < q_blocks:
+        head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         _norm_rotate(
             q + token * sq_t + head * sq_h, out + token * so_t + head * so_h, q_weight, c, s, eps, head < heads,
             D, BLOCK_D, HALF, BLOCK_HALF, BLOCK_REST, HEADS, NORM,
         )  # fmt: skip
     else:
+        kv_head = ((block - q_blocks) * KV_HEADS + tl.arange(0, KV_HEADS)).to(tl.int64)[:, None]
         slot = tl.load(slots + token).to(tl.int64)
-        ok = (head < kv_heads) & (slot >= 0) & (slot < room)
+        ok = (kv_head < kv_heads) & (slot >= 0) & (slot < room)
         page, inner = slot // PAGE, slot % PAGE
         _norm_rotate(
-            k + token * sk_t + head * sk_h, k_cache + page * ck_b + head * ck_h + inner * ck_t, k_weight, c, s, eps, ok,
-            D, BLOCK_D, HALF, BLOCK_HALF, BLOCK_REST, HEADS, NORM,
+            k + token * sk_t + kv_head * sk_h, k_cache + page * ck_b + kv_head * ck_h + inner * ck_t, k_weight, c, s,
+            eps, ok, D, BLOCK_D, HALF, BLOCK_HALF, BLOCK_REST, KV_HEADS, NORM,
         )  # fmt: skip
         d = tl.arange(0, BLOCK_D)[None, :]
-        value = tl.load(v + token * sv_t + head * sv_h + d, mask=ok & (d < D))
-        tl.store(v_cache + page * cv_b + head * cv_h + inner * cv_t + d, value, mask=ok & (d < D))
+        value = tl.load(v + token * sv_t + kv_head * sv_h + d, mask=ok & (d < D))
+        tl.store(v_cache + page * cv_b + kv_head * cv_h + inner * cv_t + d, value, mask=ok & (d < D))

@@ -87,13 +87,21 @@ def first_column(x):
 
 
 @triton.jit
+def _sum(a, b):
+    return a + b
+
+
+@triton.jit
 def neighbour_tree(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Row sums ``[ROWS]`` of x [ROWS, WIDTH]: neighbours added first, then neighbours of the results."""
+    """Row sums ``[ROWS]`` of x [ROWS, WIDTH]: neighbours added first, then neighbours of the results.
+
+    Each level reduces pairs, where no layout leaves a choice of order, and none has to be changed for it.
+    """
     if WIDTH == 1:
         return x.reshape(ROWS)
     else:
-        left, right = x.reshape(ROWS, WIDTH // 2, 2).split()
-        return neighbour_tree(left + right, ROWS, WIDTH // 2)
+        pairs = tl.reduce(x.reshape(ROWS, WIDTH // 2, 2), 2, _sum)
+        return neighbour_tree(pairs, ROWS, WIDTH // 2)
 
 
 @triton.jit
