@@ -55,7 +55,8 @@ def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[
     strict, native = ([found[arm][n] for n in steps if n not in uneven] for arm in ARMS)
     rows = [_row(phase, strict, native) for phase in PHASES if any(s["seconds"].get(phase) for s in strict + native)]
     rows.append(_row("whole step", strict, native))
-    return _meta(manifests[0], commit, len(strict), len(uneven)), rows, _summary(rows, strict, native)
+    trainers = {_trainer(run) for run in runs if "native" in run.arms()}
+    return _meta(manifests[0], commit, len(strict), len(uneven), trainers.pop()), rows, _summary(rows, strict, native)
 
 
 def _settled(arm: str, manifest: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -81,12 +82,18 @@ def _row(phase: str, strict: Sequence[Mapping[str, Any]], native: Sequence[Mappi
     }
 
 
-def _meta(manifest: Mapping[str, Any], commit: str, steps: int, uneven: int) -> dict[str, Any]:
+def _trainer(run: RunDirectory) -> str:
+    """What the native arm's trainer ran, as it reported; older versions had no TransformerEngine and said nothing."""
+    reports = (run.evidence("native").get("reports") or {}).values()
+    return next((r["native"]["name"] for r in reports if r.get("native")), "native (no TransformerEngine)")
+
+
+def _meta(manifest: Mapping[str, Any], commit: str, steps: int, uneven: int, trainer: str) -> dict[str, Any]:
     gpus, versions, c = manifest.get("gpus") or [], manifest["versions"], manifest["config"]
     names = [gpu["name"] for gpu in gpus]
     return {
-        "method": "Seconds of whole steps as rl-parity's driver measured them; native trains with Megatron-core's "
-        "local spec, without TransformerEngine",
+        "method": "Seconds of whole steps as rl-parity's driver measured them; native trains with Megatron-core, "
+        f"{trainer}",
         "gpu": ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or manifest["hardware"]["processor"],
         "driver": ", ".join(sorted({gpu["driver"] for gpu in gpus})) or "-",
         "torch": versions.get("torch"),

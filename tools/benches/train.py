@@ -1,7 +1,8 @@
 """A Megatron training step, forward, backward and optimizer: strict beside native, on one GPU, time by phase.
 
 Layers and vocabulary have Qwen3-8B's dimensions; sequences of 2,048 tokens are packed, nearly all of them scored. Both
-arms are the stock ``GPTModel`` with one optimizer; native attention is torch's (see ``rl_megatron.native``).
+arms are the stock ``GPTModel`` with one optimizer. Native runs TransformerEngine where it is installed, else Megatron's
+local modules with torch's attention; ``peer`` of a row says which (see ``rl_megatron.te``).
 """
 
 import gc
@@ -40,10 +41,18 @@ def hf_config(layers: int) -> dict[str, Any]:
 class Arm:
     """One arm's model and optimizer, with random weights of a trained model's scale."""
 
-    def __init__(self, mode: str, layers: int, leaves: int = 1, parallel: Any = None, recompute: str = "none") -> None:
+    def __init__(
+        self,
+        mode: str,
+        layers: int,
+        leaves: int = 1,
+        parallel: Any = None,
+        recompute: str = "none",
+        native_operators: str = "auto",
+    ) -> None:
         from rl_contract import Settings, build_profile
         from rl_gemm.gpu import arch
-        from rl_megatron import OptimizerConfig, ParallelConfig, build_model, topology
+        from rl_megatron import OptimizerConfig, ParallelConfig, build_model, te, topology
         from rl_megatron.optimizer import make_optimizer
 
         profile = build_profile(
@@ -59,8 +68,11 @@ class Arm:
             ),
         )
         kind: dict[str, Any] = {"mode": mode, "recompute": recompute}
+        kind |= {"native_operators": native_operators} if mode == "native" else {}
         self.parallel = parallel or ParallelConfig()
         self.model = build_model(hf_config(layers), profile, self.parallel, **kind)
+        operators = self.model.rl.native_operators
+        self.name = te.label(operators) if operators else "strict"
         self.rank = topology.context_parallel().rank
         torch.manual_seed(0)
         with torch.no_grad():
@@ -138,25 +150,28 @@ def run(budget: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                 if time.monotonic() > end - 8:
                     print(f"train: no time left for L={layers} T={tokens}", flush=True)
                     continue
-                times = {}
+                times, names = {}, {}
                 for mode in ("native", "strict"):
-                    times[mode] = Arm(mode, layers).measure(tokens)
+                    arm = Arm(mode, layers)
+                    times[mode], names[mode] = arm.measure(tokens), arm.name
+                    del arm
                     free()
-                rows += cases(layers, tokens, times)
+                rows += cases(layers, tokens, times, names["native"])
                 print(f"L={layers} T={tokens}", {m: {k: round(v, 2) for k, v in t.items()} for m, t in times.items()})
         finally:
             topology.stop()
     return rows, summary(rows)
 
 
-def cases(layers: int, tokens: int, times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+def cases(layers: int, tokens: int, times: dict[str, dict[str, float]], peer: str = "native") -> list[dict[str, Any]]:
+    """A row a phase; ``peer`` names the native arm."""
     return [
         {
             "case": f"{phase} L={layers} T={tokens}",
             "op": phase,
             "shape": [layers, tokens],
             "strict_us": round(1e3 * times["strict"][phase], 1),
-            "peer": "native",
+            "peer": peer,
             "peer_us": round(1e3 * times["native"][phase], 1),
             "ratio": round(times["native"][phase] / times["strict"][phase], 3),
         }

@@ -36,6 +36,7 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
             begin = time.monotonic()
             arm = train.Arm(mode, LAYERS, leaves=tp, parallel=parallel)
             stage(f"{name} {mode}: model built")
+            found[f"{name} {mode} is"] = arm.name
             times[mode] = arm.measure(TOKENS, rounds=4, done=lambda n, at=f"{name} {mode}": stage(f"{at}: step {n}"))
             del arm
             train.free()

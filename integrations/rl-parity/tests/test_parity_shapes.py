@@ -21,6 +21,10 @@ SHAPES = {
     "one missing": (evidence(lambda e: e.update(missing=[2])), "strict/evidence.json: 'missing[0]' is 2"),
     "saves": (evidence(lambda e: e.update(saves=[{"step": 1}])), "strict/evidence.json: 'saves[0]' is {'step': 1}"),
     "workers": (evidence(lambda e: e.update(train=[])), "strict/evidence.json: 'train' is []"),
+    "the native trainer": (
+        evidence(lambda e: e["reports"]["trainer-0"].update(native={"name": 3}), "native"),
+        "native/evidence.json: 'reports.trainer-0.native.name' is 3",
+    ),
     "substitutions": (
         evidence(lambda e: e["reports"]["trainer-0"].update(substitutions=3), "native"),
         "native/evidence.json: 'reports.trainer-0.substitutions' is 3",

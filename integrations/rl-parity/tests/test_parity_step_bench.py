@@ -8,6 +8,7 @@ import pytest
 from parity_rundir import write_run
 
 from rl_contract import ContractError
+from rl_parity import runner
 from rl_parity.rundir import RunDirectory
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "benches" / "step.py"
@@ -49,6 +50,19 @@ def test_phases_are_medians_over_settled_steps_and_ratios_are_peer_over_strict(t
     two = [write_run(tmp_path / arm, steps=6, arms=(arm,)) for arm in ("strict", "native")]
     change(two[0], "strict", slower)
     assert step_bench.from_runs([r.root for r in two], "abc")[1] == rows
+
+
+def test_the_page_says_which_native_trainer_it_was(tmp_path):
+    run = write_run(tmp_path / "both", steps=4)
+    assert "Megatron-core, native (no TransformerEngine)" in step_bench.from_runs([run.root], "")[0]["method"]
+    name = "native (TransformerEngine 2.14.1)"
+    path = run.root / "native" / "evidence.json"
+    evidence = run.evidence("native")
+    native = {"name": name, "operators": "te", "attention_asked": "auto", "attention_ran": None}
+    evidence["reports"] = {"engine-0/worker-0": {}, "trainer-0": {"native": native, "substitutions": []}}
+    path.write_text(json.dumps(evidence))
+    assert f"Megatron-core, {name}" in step_bench.from_runs([run.root], "")[0]["method"]
+    assert runner._native_notes(RunDirectory(run.root)) == [f"the native arm's trainer is {name}, attention asked auto"]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):

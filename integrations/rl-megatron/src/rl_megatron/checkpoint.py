@@ -118,7 +118,13 @@ def load_tensors(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
     shape = model_shape(model)
     check_hf(tensors, shape)
     local = layout.from_hf(
-        tensors, shape, topology.tensor_parallel().rank, built.parallel.tp, padded_vocab=built.padded_vocab
+        tensors,
+        shape,
+        topology.tensor_parallel().rank,
+        built.parallel.tp,
+        padded_vocab=built.padded_vocab,
+        # TransformerEngine keeps a layer's norms in its linear modules
+        norms="fused" if built.native_operators == "te" else "local",
     )
     parameters = dict(model.named_parameters())
     if parameters.keys() != local.keys():

@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from rl_contract import MissingSupport
+from rl_megatron import te
 from rl_megatron.cpu_device import device
 from rl_megatron.optimizer import OptimizerConfig
 
@@ -41,6 +42,8 @@ class MegatronOptimizer:
         # which has no step of its own at which rows of peers could be taken over
         model.rl_later = None
         self._wrapped = DistributedDataParallel(config=model.config, ddp_config=buffers, module=model)
+        if model.rl.native_operators == "te":
+            te.add_to_main_grads(model)
         bf16 = next(model.parameters()).dtype == torch.bfloat16
         settings = MegatronConfig(
             optimizer="adam",

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rl_contract import ContractError, MissingSupport, Profile
 from rl_gemm.gpu import arch as gpu_arch
 from rl_logprob import padded_vocab_size
-from rl_megatron import layers, spec
+from rl_megatron import layers, spec, te, topology
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device, device
 
@@ -34,6 +34,7 @@ class Built:
     mode: Mode
     padded_vocab: int
     recompute: Recompute = "none"
+    native_operators: Literal["te", "local"] | None = None
 
 
 def build_model(
@@ -44,6 +45,7 @@ def build_model(
     mode: Mode = "strict",
     recompute: Recompute = "none",
     recompute_modules: Sequence[str] = ("core_attn",),
+    native_operators: te.NativeOperators = "auto",
 ) -> GPTModel:
     """Build this rank's part of the model on ``topology.start``'s device; every weight is NaN until ``load_hf``.
 
@@ -51,10 +53,13 @@ def build_model(
         mode: ``strict`` uses the strict operators, ``native`` Megatron's own.
         recompute: which activations the backward computes again: ``none``, ``full`` (every layer from its input) or
             ``selective`` (``recompute_modules``, of ``core_attn`` and ``mlp``). Bits stay as they are.
+        native_operators: of ``mode="native"``: ``te`` is Megatron's TransformerEngine spec with its fused rotary
+            positions, SwiGLU and cross entropy, ``local`` its own modules and torch's attention, ``auto`` takes ``te``
+            on a GPU where TransformerEngine can be imported.
 
     Raises:
         ContractError: an unsupported config, cut or profile, all problems at once, before anything is allocated.
-        MissingSupport: recomputation on a CPU.
+        MissingSupport: recomputation on a CPU, or ``te`` without TransformerEngine.
     """
     config = ModelConfig.from_hf(hf_config)
     config.check(profile, parallel)
@@ -62,11 +67,14 @@ def build_model(
         raise ContractError(f"mode={mode!r}, supported: 'strict', 'native'")
     if profile.settings.dtype not in DTYPES:
         raise ContractError(f"dtype={profile.settings.dtype!r}, supported by the trainer: {sorted(DTYPES)}")
+    if problem := te.option_problem(native_operators, mode):
+        raise ContractError(problem)
     place = device()
     _check_device(place, profile, mode)
     _check_recompute(recompute, recompute_modules, place)
     dtype = DTYPES[profile.settings.dtype]
     strict = mode == "strict"
+    operators = None if strict else _operators(native_operators, place, profile)
     padded = (
         padded_vocab_size(config.vocab_size, profile.settings.vocab_tile)
         if strict
@@ -74,12 +82,12 @@ def build_model(
     )
     with cpu_device():
         model = GPTModel(
-            config=_transformer_config(config, parallel, dtype, strict, place, recompute, recompute_modules),
+            config=_transformer_config(config, parallel, dtype, operators, place, recompute, recompute_modules),
             transformer_layer_spec=spec.strict_block_spec(
                 profile, num_layers=config.num_layers, qk_norm=config.qk_norm, max_positions=config.max_positions
             )
-            if strict
-            else spec.native_block_spec(num_layers=config.num_layers, qk_norm=config.qk_norm),
+            if operators is None
+            else spec.native_block_spec(num_layers=config.num_layers, qk_norm=config.qk_norm, operators=operators),
             vocab_size=padded,
             max_sequence_length=config.max_positions,
             share_embeddings_and_output_weights=config.tied,
@@ -91,12 +99,19 @@ def build_model(
     if strict:
         model.embedding.word_embeddings = layers.StrictEmbedding(model.embedding.word_embeddings, profile.settings)
         model.output_layer = layers.StrictHead(model.output_layer, profile.settings)
+        te.refuse_in(model.named_modules())
     for name, parameter in model.named_parameters():
         _mark_shard(name, parameter)
         # a weight that loading forgets must be noticed
         parameter.data.fill_(float("nan"))
     model.rl = Built(
-        config=config, profile=profile, parallel=parallel, mode=mode, padded_vocab=padded, recompute=recompute
+        config=config,
+        profile=profile,
+        parallel=parallel,
+        mode=mode,
+        padded_vocab=padded,
+        recompute=recompute,
+        native_operators=operators,
     )
     return model
 
@@ -135,6 +150,11 @@ def _mark_shard(name: str, parameter: torch.nn.Parameter) -> None:
     dim = shard_dim(name)
     if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, dim, 2 if "linear_fc1" in name else 1)
+
+
+def _operators(wanted: str, place: torch.device, profile: Profile) -> Literal["te", "local"]:
+    staged = any(transport != "nccl" for transport in topology.transports().values())
+    return te.resolve(wanted, device=place.type, dtype=profile.settings.dtype, staged=staged)
 
 
 def _pad(size: int, multiple: int) -> int:
@@ -190,7 +210,7 @@ def _transformer_config(
     config: ModelConfig,
     parallel: ParallelConfig,
     dtype: torch.dtype,
-    strict: bool,
+    operators: str | None,
     place: torch.device,
     recompute: Recompute,
     recompute_modules: Sequence[str],
@@ -200,6 +220,7 @@ def _transformer_config(
         again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         again = {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
+    fused = operators == "te"
     return TransformerConfig(
         **again,
         num_layers=config.num_layers,
@@ -213,7 +234,7 @@ def _transformer_config(
         qk_layernorm=config.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=strict,
+        use_te_activation_func=operators is None,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -224,10 +245,12 @@ def _transformer_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=place.type == "cpu",
         perform_initialization=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused,
+        # without bias and dropout it is one addition either way
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=fused,
+        cp_comm_type="p2p" if fused else None,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         deterministic_mode=False,

@@ -1,4 +1,4 @@
-"""The native arm: Megatron-core's own operators, and torch's best where Megatron has none without TransformerEngine."""
+"""What the native arm has beside Megatron-core's modules: its loss, and attention without TransformerEngine."""
 
 import math
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,16 +25,23 @@ from rl_megatron.cpu_device import device
 _LONG = 512
 
 
-def native_substitutions() -> list[dict[str, str]]:
-    """What the native arm replaces of stock Megatron on this device, and why; for the run's manifest."""
+def native_substitutions(operators: str = "local") -> list[dict[str, str]]:
+    """What the native arm replaces of stock Megatron on this device, and why; for the run's manifest.
+
+    Args:
+        operators: ``te`` or ``local``, as ``model.rl.native_operators`` says.
+    """
     on_cpu = device().type == "cpu"
-    found = [
+    attention = [
         {
             "stock": "megatron.core.transformer.dot_product_attention.DotProductAttention",
             "used": "rl_megatron.native.PackedDotProductAttention"
             + ("" if on_cpu else " (torch scaled_dot_product_attention: cuDNN, else FlashAttention)"),
             "why": "without TransformerEngine the stock module refuses packed sequences and context parallelism",
-        },
+        }
+    ]
+    found = [
+        *(attention if operators == "local" else []),
         {
             "stock": "megatron.core.optimizer (Apex or TransformerEngine fused Adam)",
             "used": "rl_megatron.StrictOptimizer, unless OptimizerConfig(kind='megatron')",
@@ -178,27 +187,40 @@ class _GatherTokens(torch.autograd.Function):
         return total.chunk(ctx.group.size())[ctx.group.rank()].to(grads[0].dtype), None
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, *, vocab_size: int, temperature: float, with_entropy: bool) -> Any:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, vocab_size: int, temperature: float, with_entropy: bool, fused: bool = False
+) -> Any:
     """Log-probabilities through Megatron's vocabulary-parallel cross entropy.
 
     Args:
         logits: this rank's columns, ``[n, V_padded/t]``, model type.
         targets: int64 ``[n]``.
+        fused: by Megatron's fused cross entropy, which torch compiles.
 
     Returns:
         fp32 ``[n]``; with ``with_entropy`` a pair of two such tensors.
     """
     comm = topology.tensor_parallel()
     width = logits.shape[-1]
-    x = logits.float()
+    padded = (comm.rank + 1) * width > vocab_size
+    # a rank may have no row to score, which is nothing to compile for
+    fused = fused and len(targets) > 0
+    # the fused cross entropy widens narrow logits itself
+    plain = fused and logits.dtype != torch.float32 and temperature == 1.0 and not padded and not with_entropy
+    x = logits if plain else logits.float()
     if temperature != 1.0:
         x = x / temperature
-    if (comm.rank + 1) * width > vocab_size:
+    if padded:
         columns = torch.arange(width, device=logits.device) + comm.rank * width
         x = x.masked_fill(columns >= vocab_size, float("-inf"))
-    # Megatron's cross entropy works in place on its input
-    held = x.clone() if with_entropy or x is logits else x
-    logprob = -vocab_parallel_cross_entropy(held.unsqueeze(1), targets.unsqueeze(1)).squeeze(1)
+    # Megatron's cross entropy works in place on fp32 input
+    held = x.clone() if with_entropy or (x is logits and not plain) else x
+    if fused:
+        group = parallel_state.get_tensor_model_parallel_group()
+        loss = fused_vocab_parallel_cross_entropy(held.unsqueeze(1), targets.unsqueeze(1), group)
+    else:
+        loss = vocab_parallel_cross_entropy(held.unsqueeze(1), targets.unsqueeze(1))
+    logprob = -loss.squeeze(1)
     if not with_entropy:
         return logprob
     with torch.no_grad():

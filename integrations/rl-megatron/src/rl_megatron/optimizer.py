@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_contract import ContractError
 from rl_contract.shares import LaterShares
-from rl_megatron import topology
+from rl_megatron import te, topology
 from rl_megatron.checks import instance_problem, real
 from rl_megatron.loss import fixed_sum
 from rl_megatron.model import shard_dim
@@ -125,6 +125,8 @@ class StrictOptimizer:
             zeros = [torch.zeros_like(master) for _ in range(3)]
             self._states[name] = _State(parameter, zeros[0], master, zeros[1], zeros[2])
             setattr(parameter, "main_grad", zeros[0])  # noqa: B010 - Parameter declares no such attribute
+        if model.rl.native_operators == "te":
+            te.add_to_main_grads(model)
 
     def zero_grad(self) -> None:
         self._reduced = False

@@ -10,10 +10,14 @@ from torch import Tensor
 
 import rl_logprob
 from rl_contract import Communicator, ContractError
+from rl_contract.devices import to_device
 from rl_contract.shares import LaterShares
 from rl_megatron import native, tokens, topology
 from rl_megatron.batch import PackedBatch, RankBatch, StrictPackedSeqParams
 from rl_megatron.cpu_device import cpu_device, device
+
+# tokens in what the longest sequence that TransformerEngine is told of is a multiple of; 2 * CP divides it
+_BOUND = 64
 
 
 def logprobs(
@@ -87,6 +91,7 @@ def _score(
             vocab_size=settings.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
+            fused=built.native_operators == "te",
         )
     score: Any = rl_logprob.linear_logprob
     later = later_shares(model)
@@ -128,11 +133,15 @@ class _TakeRows(torch.autograd.Function):
 
 def _decode(model: GPTModel, batch: PackedBatch, mine: RankBatch) -> Tensor:
     """Strict: hidden states ``[T/cp, H]``. Native: this rank's logits ``[T/cp, V_padded/t]``."""
-    longest = max(batch.lengths)
+    longest, cu_seqlens = max(batch.lengths), batch.cu_seqlens
+    if model.rl.native_operators == "te":
+        cu_seqlens = batch.once(("cu_seqlens", device()), lambda: to_device(batch.cu_seqlens, device()))
+        # as TransformerEngine rounds a bound of its own: its kernels are planned for each bound anew
+        longest = -(-longest // _BOUND) * _BOUND
     params = StrictPackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         positions=mine.positions,

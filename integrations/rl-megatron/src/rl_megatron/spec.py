@@ -1,9 +1,12 @@
-"""The layer specs: strict operators in stock Megatron slots, and Megatron's own local spec for the native arm."""
+"""The layer specs: strict operators in stock Megatron slots, and Megatron's own specs for the native arm."""
 
 from functools import partial
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -63,8 +66,16 @@ def strict_block_spec(
     )
 
 
-def native_block_spec(*, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
-    """Megatron's local spec; only the core attention, which can't run packed or with CP on a CPU, is replaced."""
+def native_block_spec(*, num_layers: int, qk_norm: bool, operators: str = "local") -> TransformerBlockSubmodules:
+    """Megatron's TransformerEngine spec as it is (``te``), or its local one.
+
+    Of the local one the core attention, which can't run packed or with CP, is replaced.
+    """
+    if operators == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = native.PackedDotProductAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=layer.submodules.input_layernorm)

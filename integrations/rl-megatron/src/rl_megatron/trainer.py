@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_contract import ContractError, Profile, launches
 from rl_contract.devices import to_device
-from rl_megatron import checkpoint, checks, topology
+from rl_megatron import checkpoint, checks, te, topology
 from rl_megatron.batch import PackedBatch, micro_batches, token_budget_problem
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
@@ -39,7 +39,7 @@ class TrainerRank:
         token_budget: most tokens of a micro-batch, padding of CP not counted; None packs everything at once.
         threads: torch's threads in this process; None leaves them.
         device, share_gpu: see ``topology.start``; a CPU is not shared.
-        recompute, recompute_modules: see ``build_model``.
+        recompute, recompute_modules, native_operators: see ``build_model``.
         keep_logits: bytes of GPU memory in which the head's fp32 logits may wait for the backward.
 
     Nothing heavy happens before ``init``, so an instance can be made anywhere.
@@ -66,6 +66,7 @@ class TrainerRank:
         recompute: Recompute = "none",
         recompute_modules: Sequence[str] = ("core_attn",),
         keep_logits: int = 4 << 30,
+        native_operators: te.NativeOperators = "auto",
     ) -> None:
         self.rank = rank
         self.init_method = init_method
@@ -82,6 +83,7 @@ class TrainerRank:
         self.recompute = recompute
         self.recompute_modules = recompute_modules
         self.keep_logits = keep_logits
+        self.native_operators = native_operators
         self._model: GPTModel | None = None
         self._optimizer: Optimizer | None = None
         self._reference: list[Tensor] | None = None
@@ -106,6 +108,7 @@ class TrainerRank:
             found.append("share_gpu=True, supported: with a GPU; leave it out on device='cpu'")
         if self.mode not in ("strict", "native"):
             found.append(f"mode={self.mode!r}, supported: 'strict', 'native'")
+        found.append(te.option_problem(self.native_operators, self.mode))
         for name, value, least, other in (
             ("rank", self.rank, 0, ""),
             ("threads", self.threads, 1, ", or None to leave torch's"),
@@ -121,14 +124,16 @@ class TrainerRank:
 
         Raises:
             ContractError: an unsupported config, cut or profile, before the world is joined; a defective weight file.
+            MissingSupport: ``native_operators="te"`` without TransformerEngine, before the world is joined.
         """
         self._hf_config = checkpoint.read_config(self.hf_path)
         ModelConfig.from_hf(self._hf_config).check(self.profile, self.parallel)
+        operators = self._operators()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         topology.start(self.rank, self.parallel, self.init_method, device=self.device, share_gpu=self.share_gpu)
         try:
-            topology.agree(self._identity())
+            topology.agree(self._identity() | {"native operators": operators})
             self._model = build_model(
                 self._hf_config,
                 self.profile,
@@ -136,6 +141,7 @@ class TrainerRank:
                 mode=self.mode,
                 recompute=self.recompute,
                 recompute_modules=self.recompute_modules,
+                native_operators=operators or "auto",
             )
             checkpoint.load_hf(self._model, self.hf_path)
             self._model.train()
@@ -144,6 +150,13 @@ class TrainerRank:
             self.close()
             raise
         return self.report()
+
+    def _operators(self) -> Literal["te", "local"] | None:
+        if self.mode == "strict":
+            return None
+        staged = self.share_gpu and self.parallel.world_size > 1
+        kind = str(self.device).partition(":")[0]
+        return te.resolve(self.native_operators, device=kind, dtype=self.profile.settings.dtype, staged=staged)
 
     def _identity(self) -> dict[str, object]:
         """What all ranks must have alike."""
@@ -296,6 +309,7 @@ class TrainerRank:
 
     def report(self) -> dict[str, Any]:
         """What this rank runs: profile fingerprint, versions, the class at each boundary, launches so far."""
+        operators = self.model.rl.native_operators
         return {
             "rank": self.rank,
             "tp": self.parallel.tp,
@@ -310,7 +324,8 @@ class TrainerRank:
             "recompute": self.recompute,
             "optimizer": type(self.optimizer).__name__,
             "transports": topology.transports(),
-            "substitutions": native_substitutions() if self.mode == "native" else [],
+            "native": te.report(operators) if operators else None,
+            "substitutions": native_substitutions(operators) if operators else [],
             "launches": launches(),
             "steps": self.optimizer.steps,
         }

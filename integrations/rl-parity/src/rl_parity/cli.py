@@ -16,6 +16,7 @@ from rl_parity.config import (
     DEVICES,
     FAMILIES,
     LAUNCHERS,
+    NATIVE_OPERATORS,
     PLACEMENTS,
     SLEEP_LEVELS,
     TRANSPORTS,
@@ -132,6 +133,7 @@ def _run_options(p: argparse.ArgumentParser) -> None:
     add("sleep", choices=SLEEP_LEVELS, help="level at which colocated engines sleep while the trainer works")
     add("weights", choices=TRANSPORTS, help="how a push travels: CUDA IPC, memory of the host, or files")
     add("attention", choices=FAMILIES, help="segments: our kernels; nosplit: the certified library, on GPUs")
+    add("native-operators", choices=NATIVE_OPERATORS, help="of the native trainer: te is TransformerEngine")
     add("eager", action="store_true", help="engines without compilation and graphs")
     add("train", metavar="tp=N,cp=N", help="Megatron ranks")
     add("rollout", metavar="tp=N,engines=N", help="vLLM engines")

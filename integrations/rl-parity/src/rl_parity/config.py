@@ -10,6 +10,7 @@ ARMS = ("strict", "native", "both")
 LAUNCHERS = ("ray", "local")
 DEVICES = ("cpu", "cuda")
 FAMILIES = ("segments", "nosplit")
+NATIVE_OPERATORS = ("auto", "te", "local")
 PLACEMENTS = ("auto", "colocated", "split", "shared")
 TRANSPORTS = ("auto", "ipc", "host", "file")
 SLEEP_LEVELS = ("auto", "0", "1", "2")
@@ -77,6 +78,8 @@ class RunConfig:
             is forbidden, and ``file`` on a CPU.
         eager: no compilation and no graphs in the engines; on a CPU they are always eager.
         attention: family of the attention contract: ``segments`` (ours) or ``nosplit`` (a certified library, on GPUs).
+        native_operators: what the native arm's trainer runs: ``te`` (Megatron-core with TransformerEngine), ``local``
+            (Megatron's own modules); ``auto`` takes ``te`` on GPUs where it is installed.
         token_budget: most tokens of a trainer's micro-batch; 0 packs a step at once.
         save_every: save the trainer's state after every so many steps and at the end; 0 never does.
         limit: seconds after whose passing no step begins, for each sitting; 0 has no limit.
@@ -101,6 +104,7 @@ class RunConfig:
     weights: str = "auto"
     eager: bool = False
     attention: str = "segments"
+    native_operators: str = "auto"
     token_budget: int = 0
     save_every: int = 0
     limit: float = 0.0

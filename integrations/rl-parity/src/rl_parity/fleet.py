@@ -177,6 +177,7 @@ class Fleet:
                 "profile": self._profile.to_dict(),
                 "hyper": {k: getattr(c, k) for k in ("lr", "kl", "clip", "max_grad_norm", "weight_decay")},
                 "token_budget": c.token_budget or None,
+                "native_operators": c.native_operators if self.arm == "native" else "auto",
                 "plant": c.plant if self.arm == "strict" else None,
             },
         )

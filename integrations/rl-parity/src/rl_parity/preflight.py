@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,11 @@ def _packages(c: RunConfig) -> Iterator[str]:
         if version is None and not (name == "ray" and c.launcher != "ray"):
             hint = "; or use --launcher local" if name == "ray" else ""
             yield f"package {name} is not installed; pip install {name}{hint}"
+    if c.native_operators == "te" and c.arm != "strict" and find_spec("transformer_engine") is None:
+        yield (
+            "--native-operators te: package transformer-engine is not installed; pip install --no-build-isolation "
+            "'transformer-engine[pytorch]', or use local or auto"
+        )
     if found["rl-vllm"] is not None:
         plugins = {e.name for e in metadata.entry_points(group="vllm.general_plugins")}
         if "rl_vllm" not in plugins:

@@ -10,6 +10,7 @@ from rl_parity.config import (
     FAMILIES,
     LAUNCHERS,
     MOST,
+    NATIVE_OPERATORS,
     PLACEMENTS,
     SLEEP_LEVELS,
     TRANSPORTS,
@@ -34,12 +35,13 @@ def options(c: RunConfig) -> Iterator[str]:
         ("device", DEVICES),
         ("placement", PLACEMENTS),
         ("attention", FAMILIES),
+        ("native_operators", NATIVE_OPERATORS),
         ("weights", TRANSPORTS),
         ("sleep", SLEEP_LEVELS),
         ("reward", (*data.REWARDS, *data.TOKEN_REWARDS)),
     ):
         if getattr(c, name) not in known:
-            yield f"--{name} {getattr(c, name)}: supported are {', '.join(known)}"
+            yield f"--{name.replace('_', '-')} {getattr(c, name)}: supported are {', '.join(known)}"
     textless = c.model.startswith(RANDOM_MODELS) or c.prompts.startswith(data.RANDOM)
     if textless and c.reward in data.REWARDS:
         which = f"--model {c.model}" if c.model.startswith(RANDOM_MODELS) else f"--prompts {c.prompts}"
@@ -49,6 +51,10 @@ def options(c: RunConfig) -> Iterator[str]:
         )
     if c.weights == "ipc" and c.device == "cpu":
         yield "--weights ipc: there is no GPU's memory to lend with --device cpu; use host or file"
+    if c.native_operators == "te" and c.device == "cpu":
+        yield "--native-operators te: TransformerEngine computes on GPUs, not with --device cpu; use local or auto"
+    if c.native_operators != "auto" and c.arm == "strict":
+        yield f"--native-operators {c.native_operators}: --arm strict runs operators of its own; leave it out"
     for name in ("token_budget", "save_every"):
         if getattr(c, name) < 0:
             yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 0, which turns it off"

@@ -230,10 +230,17 @@ def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reaso
 
 
 def _native_notes(directory: RunDirectory) -> list[str]:
-    """What the native arm could not run of the engines' own operators, as its trainer ranks reported."""
+    """What the native arm ran, and could not run, of the engines' own operators, as its trainer ranks reported."""
     reports = directory.evidence("native").get("reports") or {}
+    ran = [native for report in reports.values() if (native := report.get("native"))]
     found = [s for report in reports.values() for s in report.get("substitutions") or []]
-    return list(dict.fromkeys(f"native arm runs {s['used']} instead of {s['stock']}: {s['why']}" for s in found))
+    notes = [
+        f"the native arm's trainer is {native['name']}"
+        + "".join(f", attention {kind} {how}" for kind in ("asked", "ran") if (how := native.get(f"attention_{kind}")))
+        for native in ran
+    ]
+    notes += [f"native arm runs {s['used']} instead of {s['stock']}: {s['why']}" for s in found]
+    return list(dict.fromkeys(notes))
 
 
 def _say(directory: RunDirectory, summary: dict[str, Any], status: str, reason: str) -> None:

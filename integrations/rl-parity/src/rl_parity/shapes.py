@@ -99,7 +99,7 @@ def _save(where: str, value: Any) -> Iterator[str]:
         yield f"{where!r} is {_short(value)}, supported is the step and the digest of a saved state"
 
 
-_report = _fields(substitutions=_list(_by_name(_text)))
+_report = _fields(substitutions=_list(_by_name(_text)), native=_fields(name=_text))
 _sitting_evidence = _fields(
     # counts of launches are held against the run by rl_parity.bound
     train=_mapping,

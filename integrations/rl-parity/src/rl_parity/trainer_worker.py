@@ -23,6 +23,7 @@ class TrainerWorker:
         device: ``cpu``, or ``cuda`` for the one GPU that this process sees.
         backend: ``gloo`` or ``nccl``, what moves bytes between ranks.
         arm: ``strict`` or ``native``.
+        native_operators: of the native arm, see ``rl_megatron.build_model``.
         hyper: ``lr``, ``kl``, ``clip``, ``max_grad_norm``, ``weight_decay``.
         plant: name of a mis-ordered kernel to install first, see ``rl_parity.plant``.
     """
@@ -41,6 +42,7 @@ class TrainerWorker:
         token_budget: int | None,
         device: str = "cpu",
         backend: str = "gloo",
+        native_operators: Any = "auto",
         plant: str | None = None,
     ) -> None:
         if plant is not None:
@@ -59,6 +61,7 @@ class TrainerWorker:
             ),
             loss=LossConfig(clip_low=hyper["clip"], clip_high=hyper["clip"], kl_coef=hyper["kl"]),
             token_budget=token_budget,
+            native_operators=native_operators,
             **_placed(device, backend),
         )
         self._rank, self._device = rank, device

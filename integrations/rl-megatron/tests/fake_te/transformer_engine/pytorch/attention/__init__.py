@@ -1,0 +1,3 @@
+from . import rope
+
+__all__ = ["rope"]

@@ -1,0 +1,6 @@
+class FusibleOperation:
+    pass
+
+
+class Sequential(FusibleOperation):
+    pass

@@ -1,0 +1,2 @@
+class QuantizedTensor:
+    pass
