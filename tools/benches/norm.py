@@ -15,7 +15,11 @@ QUERIES, KEYS, PAGE = 32, 8, 16
 BEFORE = "norm, rotary, write"
 ROWS = (1, 16, 64, 256, 1024, 4096, 8192, 16384, 32768)
 
-_WIDTHS = {"q/k norm": HEADS * HEAD_DIM, BEFORE: (QUERIES + 2 * KEYS) * HEAD_DIM}
+_WIDTHS = {
+    "q/k norm": HEADS * HEAD_DIM,
+    "q/k norm weight gradient": HEADS * HEAD_DIM,
+    BEFORE: (QUERIES + 2 * KEYS) * HEAD_DIM,
+}
 
 
 def _vllm() -> Any | None:
@@ -50,6 +54,7 @@ def _cases(m: int, vllm: Any | None) -> dict[str, tuple[int, dict[str, Callable[
     qk_weight = data.matrix(1, HEAD_DIM, "normal", 8)[0]
     qk_out = torch.empty_like(qk[0])
     _, stream, rstd = ops.add_rms_norm(x[0], x[1], weight, 1e-6)
+    _, qk_rstd = ops.rms_norm(qk[0], qk_weight, 1e-6)
     cases: dict[str, tuple[int, dict[str, Callable[[int], object]], int]] = {
         "rms_norm": (2 * each, {"strict": lambda i: ops.rms_norm(x[i], weight, 1e-6)}, count),
         "add_rms_norm": (
@@ -61,6 +66,16 @@ def _cases(m: int, vllm: Any | None) -> dict[str, tuple[int, dict[str, Callable[
             3 * each,
             {"strict": lambda i: ops.grad_input(x[i], stream, weight, rstd)},
             count,
+        ),
+        "rms_norm weight gradient": (
+            2 * each,
+            {"strict": lambda i: ops.grad_weight(x[i], stream, rstd, 1, 1)},
+            count,
+        ),
+        "q/k norm weight gradient": (
+            4 * m * HEADS * HEAD_DIM,
+            {"strict": lambda i: ops.grad_weight(qk[i], qk[(i + 1) % slim], qk_rstd, HEADS, 1)},
+            slim,
         ),
         "q/k norm": (4 * m * HEADS * HEAD_DIM, {"strict": lambda i: ops.rms_norm(qk[i], qk_weight, 1e-6)}, slim),
         "swiglu": (6 * m * FFN, {"strict": lambda i: gemm_ops.swiglu(gate_up[i])}, wide),

@@ -129,6 +129,18 @@ def test_layout_head_leaves_of_the_weight_gradient(heads, leaves):
         assert torch.equal(parts[0], whole)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "leaves", "width"), [(8192, 1, 1, 1000), (1100, 16, 2, 128), (8229, 2, 1, 72)]
+)
+def test_weight_gradients_of_many_rows_fold_their_blocks_in_order(tokens, heads, leaves, width):
+    """More blocks than the fold has on their way at once, with and without a rest."""
+    dy, x = rows(tokens * heads, width), rows(tokens * heads, width)
+    on = [t.cuda() for t in (dy, x)]
+    _, rstd = ops.rms_norm(on[1], torch.ones(width, dtype=torch.bfloat16, device="cuda"), EPS)
+    found = ops.grad_weight(*on, rstd, heads, leaves)
+    assert torch.equal(found.cpu(), reference.grad_weight(dy, x, EPS, heads, leaves, arch="sm90"))
+
+
 def test_empty_and_refused_inputs():
     weight = torch.ones(64, dtype=torch.bfloat16, device="cuda")
     assert rms_norm(torch.empty(0, 64, dtype=torch.bfloat16, device="cuda"), weight, EPS).shape == (0, 64)

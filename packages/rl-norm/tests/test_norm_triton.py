@@ -58,6 +58,10 @@ dy, x = torch.randn(2, 70 * 8, 128)
 _, _, rstd = triton_norm.forward(x, None, torch.ones(128), 1e-6)
 parts = triton_norm.grad_weight(dy, x, rstd, 8, 2)
 assert torch.equal(parts[0] + parts[1], reference.grad_weight(dy, x, 1e-6, 8, 2, arch="sm90"))
+dy, x = torch.randn(2, 9000, 8)
+_, _, rstd = triton_norm.forward(x, None, torch.ones(8), 1e-6)
+(total,) = triton_norm.grad_weight(dy, x, rstd, 1, 1)
+assert torch.equal(total, reference.grad_weight(dy, x, 1e-6, 1, 1, arch="sm90"))
 print("interpreted")
 """
 

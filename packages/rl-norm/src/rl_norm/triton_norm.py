@@ -19,6 +19,7 @@ from rl_contract.triton_launch import Prepared
 from rl_norm.contract import ROW_BLOCK, gpu_lanes
 
 _KEPT_FORWARD, _KEPT_BACKWARD = 16, 8  # chunks of a row that fit in the registers
+_STEP = 128  # blocks of a weight gradient that are on their way at once
 
 
 @triton.jit
@@ -190,40 +191,72 @@ def rms_norm_bwd_kernel(
 
 
 @triton.jit
+def _row_onto(part, dy, stream, rstd, i, h, mask, stride_dy, H):
+    """part + dy * xhat of row i."""
+    d = tl.load(dy + i * stride_dy + h, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(stream + i * H + h, mask=mask, other=0.0).to(tl.float32)
+    return part + d * (v * tl.load(rstd + i))
+
+
+@triton.jit
 def weight_block_kernel(
-    dy, stream, rstd, parts, rows, heads, mine, blocks, stride_dy, H,
+    dy, stream, rstd, parts, rows, heads, mine, pitch, stride_dy, H,
     ROW_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """parts[leaf, block, h]: chain over the block's rows; row n of a leaf is head n % mine of token n // mine."""
+    """parts[leaf, h, block]: chain over the block's rows; row n of a leaf is head n % mine of token n // mine."""
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     block, leaf = tl.program_id(1), tl.program_id(2)
     mask = h < H
     part = tl.zeros((BLOCK_H,), tl.float32)
     first = block.to(tl.int64) * ROW_BLOCK
-    for start in range(0, ROW_BLOCK, 16):
-        for j in tl.static_range(16):
-            n = first + start + j
-            inside = tl.where(n < rows, h, H) < H
-            i = n // mine * heads + leaf * mine + n % mine
-            r = tl.load(rstd + tl.where(n < rows, i, 0))
-            d = tl.load(dy + i * stride_dy + h, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(stream + i * H + h, mask=inside, other=0.0).to(tl.float32)
-            part = tl.where(inside, part + d * (v * r), part)
-    tl.store(parts + (leaf.to(tl.int64) * blocks + block) * H + h, part, mask=mask)
+    # a division a program, none a row
+    token, head = first // mine, first % mine
+    if first + ROW_BLOCK <= rows:
+        for _start in range(0, ROW_BLOCK, 8):
+            for _step in tl.static_range(8):
+                part = _row_onto(part, dy, stream, rstd, token * heads + leaf * mine + head, h, mask, stride_dy, H)
+                last = head == mine - 1
+                token, head = tl.where(last, token + 1, token), tl.where(last, 0, head + 1)
+    else:
+        for _row in range(first, rows):
+            part = _row_onto(part, dy, stream, rstd, token * heads + leaf * mine + head, h, mask, stride_dy, H)
+            last = head == mine - 1
+            token, head = tl.where(last, token + 1, token), tl.where(last, 0, head + 1)
+    tl.store(parts + (leaf.to(tl.int64) * H + h) * pitch + block, part, mask=mask)
 
 
 @triton.jit
-def weight_fold_kernel(parts, out, blocks, H, BLOCK_H: tl.constexpr, STEP: tl.constexpr):
-    """out[leaf, h] = parts[leaf, 0, h] + parts[leaf, 1, h] + ..., folded left from +0."""
+def _fold_four(total, row, start, blocks, mask, ALL: tl.constexpr):
+    """Four blocks by one load, folded in their order."""
+    four = tl.load(row[:, None] + start + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0)
+    even, odd = four.reshape(four.shape[0], 2, 2).split()
+    a, c = even.split()
+    b, d = odd.split()
+    if ALL:
+        return (((total + a) + b) + c) + d
+    total = tl.where(start < blocks, total + a, total)
+    total = tl.where(start + 1 < blocks, total + b, total)
+    total = tl.where(start + 2 < blocks, total + c, total)
+    return tl.where(start + 3 < blocks, total + d, total)
+
+
+@triton.jit
+def weight_fold_kernel(parts, out, blocks, pitch, H, BLOCK_H: tl.constexpr, STEP: tl.constexpr):
+    """out[leaf, h] = parts[leaf, h, 0] + parts[leaf, h, 1] + ..., folded left from +0.
+
+    pitch: blocks and what fills the last STEP, which is read and dropped."""
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     leaf = tl.program_id(1).to(tl.int64)
     mask = h < H
+    row = parts + (leaf * H + h) * pitch
     total = tl.zeros((BLOCK_H,), tl.float32)
-    for start in range(0, blocks, STEP):
-        for j in tl.static_range(STEP):
-            at = leaf * blocks + start + j
-            inside = tl.where(start + j < blocks, h, H) < H
-            total = tl.where(inside, total + tl.load(parts + at * H + h, mask=inside, other=0.0), total)
+    whole = blocks // STEP * STEP
+    for start in range(0, whole, STEP):
+        for j in tl.static_range(0, STEP, 4):
+            total = _fold_four(total, row, start + j, blocks, mask, True)
+    if whole < blocks:
+        for j in tl.static_range(0, STEP, 4):
+            total = _fold_four(total, row, whole + j, blocks, mask, False)
     tl.store(out + leaf * H + h, total, mask=mask)
 
 
@@ -340,20 +373,21 @@ def prepared_grad_weight(
     if not rows:
         return lambda *_: torch.zeros(size, dtype=torch.float32, device=device)
     blocks, block_h = triton.cdiv(rows, ROW_BLOCK), min(256, triton.next_power_of_2(width))
+    pitch = triton.cdiv(blocks, _STEP) * _STEP
     fixed = {
-        "rows": rows, "heads": heads, "mine": mine, "blocks": blocks, "stride_dy": dy.stride(0), "H": width,
+        "rows": rows, "heads": heads, "mine": mine, "pitch": pitch, "stride_dy": dy.stride(0), "H": width,
         "ROW_BLOCK": ROW_BLOCK, "BLOCK_H": block_h,
     }  # fmt: skip
     grid = triton.cdiv(width, block_h), blocks, leaves
     add_blocks = Prepared(weight_block_kernel, grid, fixed, num_warps=1, enable_fp_fusion=False)
     fold_h = min(64, block_h)
-    fixed = {"blocks": blocks, "H": width, "BLOCK_H": fold_h, "STEP": 32}
+    fixed = {"blocks": blocks, "pitch": pitch, "H": width, "BLOCK_H": fold_h, "STEP": _STEP}
     grid = triton.cdiv(width, fold_h), leaves, 1
     fold = Prepared(weight_fold_kernel, grid, fixed, num_warps=2, enable_fp_fusion=False)
     empty = partial(torch.empty, dtype=torch.float32, device=device)
 
     def run(dy: Tensor, stream: Tensor, rstd: Tensor) -> Tensor:
-        parts, out = empty((leaves, blocks, width)), empty(size)
+        parts, out = empty((leaves, width, pitch)), empty(size)
         add_blocks(dy, stream, rstd, parts)
         fold(parts, out)
         return out
