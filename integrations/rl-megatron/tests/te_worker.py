@@ -29,23 +29,25 @@ def step(tiny: Any, mode: Any, operators: Any = "auto", tied: bool = False) -> d
     kept = export_hf(model)
     assert kept is not None
     optimizer: Any = make_optimizer(model, OptimizerConfig(lr=1e-3))
-    batch = PackedBatch.pack(
-        tiny.tiny_samples(97, ((3, 5), (17, 33), (1, 1), (9, 0))), vocab_size=97, max_positions=512
-    )
-    logp = token_logprobs(model, batch)
-    gains = torch.tensor(group_advantages(torch.tensor([0.0, 1.0, 3.0, 2.0]), 2).tolist())
-    per_token = gains.repeat_interleave(torch.tensor(batch.response_lengths))
-    loss = grpo_loss(logp, logp.detach(), per_token, batch.loss_mask, denominator=39)
+    samples = tiny.tiny_samples(97, ((3, 5), (17, 33), (1, 1), (9, 0)))
+    batches = [PackedBatch.pack(part, vocab_size=97, max_positions=512) for part in (samples[:2], samples[2:], samples)]
+    logps = [token_logprobs(model, batch) for batch in batches[:2]]
+    gains = group_advantages(torch.tensor([0.0, 1.0, 3.0, 2.0]), 2)
+    losses = []
+    for batch, logp, gain in zip(batches, logps, gains.split(2)):
+        per_token = gain.repeat_interleave(torch.tensor(batch.response_lengths))
+        losses.append(grpo_loss(logp, logp.detach(), per_token, batch.loss_mask, denominator=39).value)
+    # the last backward is that of the first forward
     with cpu_device():
-        loss.value.backward()
+        torch.stack(losses).sum().backward()
     left = [name for name, p in model.named_parameters() if p.grad is not None]
     optimizer.collect()
     grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}
     figures = optimizer.step()
     with torch.no_grad():
-        cooler, entropy = token_logprobs(model, batch, temperature=0.7, with_entropy=True)
+        cooler, entropy = token_logprobs(model, batches[2], temperature=0.7, with_entropy=True)
     return {
-        "logprobs": logp.detach(),
+        "logprobs": torch.cat(logps).detach(),
         "grads": grads,
         "left to autograd": left,
         "grad_norm": figures["grad_norm"],

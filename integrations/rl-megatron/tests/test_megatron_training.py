@@ -327,3 +327,26 @@ def test_native_gradients_are_summed_by_nccl_only_where_it_moves_bytes(
     x = OnGpu()
     topology.native_sum_(x, "peers")  # type: ignore[arg-type]
     assert called == ([(x, "peers")] if moved_by == "nccl" else ["tree"])
+
+
+@pytest.mark.parametrize(("mode", "count"), [("native", 4), ("strict", 0)])
+def test_megatrons_optimizer_joins_the_head_norm_gradients_of_native_ranks(
+    one_rank: None, tiny: Any, monkeypatch: pytest.MonkeyPatch, mode: str, count: int
+) -> None:
+    from types import SimpleNamespace
+
+    from rl_megatron.megatron_optimizer import MegatronOptimizer
+
+    model = tiny.tiny_model("Qwen3ForCausalLM", False, mode=mode)[2]
+    for parameter in model.parameters():
+        parameter.main_grad = torch.ones(parameter.shape)
+    # as it is on a GPU, but for what Megatron does there
+    optimizer: Any = object.__new__(MegatronOptimizer)
+    optimizer.config, optimizer.steps = OptimizerConfig(kind="megatron"), 0
+    optimizer._wrapped = SimpleNamespace(module=model, finish_grad_sync=lambda: None)
+    optimizer._optimizer = SimpleNamespace(step=lambda: (True, 1.0, None))
+    monkeypatch.setattr(topology, "native_sum_", lambda x, group: x.mul_(2.0))
+    optimizer.step()
+    joined = [name for name, parameter in model.named_parameters() if bool((parameter.main_grad == 2).all())]
+    assert len(joined) == count
+    assert all("_layernorm" in name and "self_attention" in name for name in joined)

@@ -8,15 +8,16 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from rl_contract import MissingSupport
-from rl_megatron import te
+from rl_megatron import te, topology
 from rl_megatron.cpu_device import device
-from rl_megatron.optimizer import OptimizerConfig
+from rl_megatron.optimizer import OptimizerConfig, is_head_norm
 
 
 class MegatronOptimizer:
@@ -69,6 +70,11 @@ class MegatronOptimizer:
     def step(self) -> dict[str, Any]:
         """As ``StrictOptimizer.step``; Megatron sums, clips and updates."""
         self._wrapped.finish_grad_sync()
+        if self._wrapped.module.rl.mode == "native":
+            tp = parallel_state.get_tensor_model_parallel_group()
+            for name, parameter in self._wrapped.module.named_parameters():
+                if is_head_norm(name):
+                    topology.native_sum_(parameter.main_grad, tp)
         updated, norm, _ = self._optimizer.step()
         norm = float(norm)
         self.steps += int(updated)

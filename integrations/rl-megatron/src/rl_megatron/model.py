@@ -251,6 +251,8 @@ def _transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=fused,
         cp_comm_type="p2p" if fused else None,
+        # of its use in fp8 alone; without it a linear layer's first backward would overwrite main_grad
+        disable_parameter_transpose_cache=fused,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         deterministic_mode=False,

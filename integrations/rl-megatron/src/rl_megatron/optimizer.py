@@ -91,6 +91,11 @@ def make_optimizer(model: GPTModel, config: OptimizerConfig) -> Optimizer:
     return StrictOptimizer(model, config)
 
 
+def is_head_norm(name: str) -> bool:
+    """Whether a native backward leaves each tensor parallel rank with its heads' part of this gradient alone."""
+    return name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+
+
 @dataclass
 class _State:
     parameter: torch.nn.Parameter
@@ -166,8 +171,7 @@ class StrictOptimizer:
         cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
         for name, state in self._states.items():
             topology.native_sum_(state.grad, cp)
-            # Megatron's own head norms leave each rank with its heads' part
-            if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            if is_head_norm(name):
                 topology.native_sum_(state.grad, tp)
 
     def _settle(self) -> None:

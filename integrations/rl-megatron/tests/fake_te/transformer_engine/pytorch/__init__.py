@@ -67,25 +67,27 @@ class Linear(Module):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if self.fuse_wgrad_accumulation:
-            out: Tensor = _Fused.apply(x, self.weight)
+            out: Tensor = _Fused.apply(x, self.weight, is_first_microbatch)
             return out
         return F.linear(x, self.weight)
 
 
 class _Fused(torch.autograd.Function):
-    """Adds the weight's gradient to ``main_grad`` and leaves none to autograd."""
+    """Adds the weight's gradient to ``main_grad``, or writes it there if it is the first; leaves none to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, first: bool | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.first = weight, bool(first)
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
+        if ctx.first:
+            ctx.weight.main_grad.zero_()
         ctx.weight.main_grad += (grads[0].flatten(0, -2).t() @ x.flatten(0, -2)).float()
-        return grads[0] @ ctx.weight, None
+        return grads[0] @ ctx.weight, None, None
 
 
 class RMSNorm(Module):
