@@ -21,7 +21,8 @@ def picture(payload: dict[str, Any], path: str) -> None:
             axis.barh(i, width, left=left, color=colour, height=0.7, label=phase if i == 0 else None)
             axis.text(left + width / 2, i, f"{width:.0f}", ha="center", va="center", fontsize=panels.TEXT)
             left += width
-        words = f"{arm}, {shape[0]} layers,\n{shape[1]:,} tokens: {left:.0f} ms"
+        name = arm if arm == "strict" else found[shape, "forward"]["peer"]
+        words = f"{name}, {shape[0]} layers,\n{shape[1]:,} tokens: {left:.0f} ms"
         if arm == "strict" and (shape, "step") in found:
             step = found[shape, "step"]
             words += f",\nnative / strict = {step['ratio']:.2f}"
