@@ -22,10 +22,13 @@ class Case:
         self.profile = tiny.tiny_profile(self.config, arch="sm90", leaves=2, vocab_tile=512)
         self.samples = tiny.tiny_samples(self.config["vocab_size"], LENGTHS)
 
-    def model(self, mode: Any = "strict", recompute: Any = "none", modules: Any = ("core_attn",)) -> Any:
+    def model(
+        self, mode: Any = "strict", recompute: Any = "none", modules: Any = ("core_attn",), operators: Any = "auto"
+    ) -> Any:
         model = build_model(
-            self.config, self.profile, ParallelConfig(), mode=mode, recompute=recompute, recompute_modules=modules
-        )
+            self.config, self.profile, ParallelConfig(), mode=mode, recompute=recompute, recompute_modules=modules,
+            native_operators=operators,
+        )  # fmt: skip
         load_tensors(model, self.tensors)
         return model.train()
 

@@ -22,6 +22,7 @@ from rl_megatron import (
     TrainerRank,
     build_model,
     grpo_loss,
+    te,
     topology,
 )
 from rl_megatron.checkpoint import export_hf
@@ -150,7 +151,13 @@ def test_nothing_waits_for_the_device(gpu: None, case: Any, recompute: str) -> N
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_gradients_are_as_near_to_fp64_as_native_ones(gpu: None, case: Any) -> None:
+OPERATORS = [
+    "local", pytest.param("te", marks=pytest.mark.skipif(te.missing_part() is not None, reason="no TransformerEngine"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_gradients_are_as_near_to_fp64_as_native_ones(gpu: None, case: Any, operators: str) -> None:
     oracle = {n: t.double().cuda().requires_grad_() for n, t in case.tensors.items()}
     with torch.device("cuda"):
         exact = torch.cat([fp64.logprobs(case.config, oracle, p, r) for p, r in case.samples if r])
@@ -158,7 +165,7 @@ def test_gradients_are_as_near_to_fp64_as_native_ones(gpu: None, case: Any) -> N
     (exact * weights.double()).sum().backward()
     errors: dict[str, dict[str, float]] = {}
     for mode in ("strict", "native"):
-        model = case.model(mode)
+        model = case.model(mode, operators=operators if mode == "native" else "auto")
         optimizer = StrictOptimizer(model)
         logp = case.scores(model)
         (logp * weights).sum().backward()
@@ -179,8 +186,9 @@ def test_gradients_are_as_near_to_fp64_as_native_ones(gpu: None, case: Any) -> N
     assert max(errors["strict"].values()) < 0.1, errors["strict"]
 
 
-def test_native_runs_torch_attention_and_no_strict_kernel(gpu: None, case: Any) -> None:
-    model = case.model("native")
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_native_runs_no_strict_kernel(gpu: None, case: Any, operators: str) -> None:
+    model = case.model("native", operators=operators)
     reset_launches()
     with torch.no_grad():
         packed, strict = case.scores(model), case.scores(case.model())

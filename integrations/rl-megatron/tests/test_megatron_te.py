@@ -154,3 +154,21 @@ def test_a_strict_model_with_a_module_of_transformer_engine_is_refused() -> None
     for kind in (foreign, derived):
         with pytest.raises(ContractError, match=rf"0 \({kind.__qualname__}\)"):
             te.refuse_in(torch.nn.Sequential(kind()).named_modules())
+
+
+def test_a_tracker_that_recomputation_left_without_states_gets_the_one_that_layers_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.tensor_parallel import random
+
+    tracker = random.CudaRNGStatesTracker()
+    added: list[str] = []
+    monkeypatch.setattr(random, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(tracker, "add", lambda name, seed: (added.append(name), tracker.states_.update({name: seed})))
+    te.name_random_state()
+    # one that nobody used is not asked
+    assert not added
+    tracker.set_states({})
+    te.name_random_state()
+    te.name_random_state()
+    assert added == ["model-parallel-rng"]

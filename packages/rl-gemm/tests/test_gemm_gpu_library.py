@@ -69,7 +69,7 @@ def test_without_a_certificate_the_kernel_runs(monkeypatch):
     assert equal(y, reference(x, weight))
 
 
-@pytest.mark.parametrize("tokens", [8193, 20000])
+@pytest.mark.parametrize("tokens", [8704, 20000])
 def test_more_rows_than_a_certificate_reaches_take_the_memory_of_the_output(tokens, monkeypatch):
     x, weight = matrix(tokens, 4096, "spread", 39), matrix(6144, 4096, "normal", 40)
     dy = matrix(tokens, 6144, "cancel", 41)

@@ -75,6 +75,8 @@ def build_model(
     dtype = DTYPES[profile.settings.dtype]
     strict = mode == "strict"
     operators = None if strict else _operators(native_operators, place, profile)
+    if operators == "te":
+        te.name_random_state()
     padded = (
         padded_vocab_size(config.vocab_size, profile.settings.vocab_tile)
         if strict

@@ -116,6 +116,17 @@ def _attention_ran() -> str | None:
     return "UnfusedDotProductAttention" if chosen.get("use_unfused_attention") else None
 
 
+def name_random_state() -> None:
+    """Give Megatron's tracker of generators the state that TransformerEngine's layers ask it for as they are built.
+
+    Recomputation leaves the tracker initialised and without one. Nothing is drawn from it: weights are loaded.
+    """
+    random = import_module("megatron.core.tensor_parallel.random")
+    tracker, name = random.get_cuda_rng_tracker(), random._MODEL_PARALLEL_RNG_TRACKER_NAME
+    if tracker.is_initialized() and name not in tracker.get_states():
+        tracker.add(name, 1)
+
+
 def add_to_main_grads(model: torch.nn.Module) -> None:
     """Let its linear layers add weight gradients to ``main_grad`` themselves; call once every weight has one.
 
