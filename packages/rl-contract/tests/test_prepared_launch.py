@@ -14,50 +14,13 @@ def body_same_launches():
     import torch
     import triton
     from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from rl_contract import triton_launch
+    from rl_contract.pretend import pretend_gpu
     from rl_contract.triton_launch import Prepared, at, without_base
 
-    ran = []
-
-    class Utils:
-        loaded = 0
-
-        def load_binary(self, *_):
-            self.loaded += 1
-            return 0, self.loaded, 32, 0, 1024
-
-        def unload_module(self, _):
-            pass
-
-        def get_device_properties(self, _):
-            return {"max_shared_mem": 232448}
-
-    def place(value):
-        return value.data_ptr() if hasattr(value, "data_ptr") else getattr(value, "base", value)
-
-    def launcher(_source, _metadata):
-        return lambda x, y, z, stream, function, *rest: ran.append(
-            (function, x, y, z, stream, tuple(place(value) for value in rest[4:]))
-        )
-
-    class Driver:
-        utils, device, stream, launcher_cls = Utils(), 0, 7, staticmethod(launcher)
-
-        def get_current_device(self):
-            return self.device
-
-        def get_current_stream(self, device):
-            return self.stream + device
-
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-    active = Driver()
-    driver.set_active(active)
+    active, ran = pretend_gpu()
 
     @triton.jit(do_not_specialize=["T"])
     def leading(a, b, c, T, stride, eps, A: triton.language.constexpr, HAS: triton.language.constexpr):
@@ -129,14 +92,14 @@ def body_same_launches():
         # a pointer that Triton compiles another kernel for
         if kernel is not described:
             check(*[shifted if value is floats else value for value in given])
-            assert ran[0][0] != known.function
+            assert ran[0].function != known.function
         # streams and devices are those of the moment
         active.stream = 100
         check(*given)
-        assert ran[0][4] == 100
+        assert ran[0].stream == 100
         active.device = 1
         check(*given)
-        assert ran[0][4] == 101
+        assert ran[0].stream == 101
         active.device, active.stream = 0, 7
         assert prepared._compiled is known
         checked += 1
@@ -180,9 +143,9 @@ def body_same_launches():
     ran.clear()
     other(others, floats, None)
     prepared(others, floats, None)
-    assert ran[0][0] == ran[1][0]
-    assert ran[0][5] == ran[1][5]
-    assert ran[0][1:4] == (3, 1, 1)
+    assert ran[0].function == ran[1].function
+    assert ran[0].arguments == ran[1].arguments
+    assert ran[0].grid == (3, 1, 1)
 
     with pytest.raises(TypeError, match=r"no parameters \['B'\]"):
         Prepared(leading, (1,), {"B": 3})
@@ -194,11 +157,10 @@ def body_compiled_function():
 
     import torch
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver as nvidia
-    from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    from rl_contract.pretend import pretend_gpu
     from rl_contract.triton_launch import _MOST_MAPS, Prepared, at, without_base
 
     calls, maps = [], []
@@ -207,25 +169,14 @@ def body_compiled_function():
         def __call__(self, *given):
             calls.append([value.data_ptr() if hasattr(value, "data_ptr") else value for value in given])
 
-    class Utils:
-        def load_binary(self, *_):
-            return 0, 5, 32, 0, 1024
-
-        def get_device_properties(self, _):
-            return {"max_shared_mem": 232448}
-
-        def fill_tma_descriptor(self, *given):
-            maps.append(given)
-            return tuple(map(str, given))
+    def fill_tma_descriptor(*given):
+        maps.append(given)
+        return tuple(map(str, given))
 
     nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=Function())
     nvidia.library_dirs = lambda: []
-    driver.set_active(
-        SimpleNamespace(
-            utils=Utils(), launcher_cls=nvidia.CudaLauncher, get_current_device=lambda: 0,
-            get_current_stream=lambda _: 7, get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        )
-    )  # fmt: skip
+    active, _ = pretend_gpu()
+    active.launcher_cls, active.fill_tma_descriptor = nvidia.CudaLauncher, fill_tma_descriptor
 
     @triton.jit
     def plain(a, b, c, size, eps, A: triton.language.constexpr):

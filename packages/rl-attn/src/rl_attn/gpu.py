@@ -26,13 +26,13 @@ from rl_attn.gpu_device import (
     kernels,
     options,
     padded,
-    processors,
     record,
     ring_for,
     stages_for,
     unit_last,
 )
 from rl_attn.gpu_launch import WIDE_REGISTERS, Segments, Walk, page_steps
+from rl_contract.gpu import processors_of
 from rl_contract.triton_launch import keep
 
 __all__ = [
@@ -184,7 +184,7 @@ def _decide_paged(
     segments, segments_plan = None, ""
     if splits:
         # one thread a column leaves processors idle unless rows are few
-        few_rows = tokens * heads <= FOLD_PROGRAMS * (processors(q.device.index or 0) if q.is_cuda else 1)
+        few_rows = tokens * heads <= FOLD_PROGRAMS * (processors_of(q.device.index or 0) if q.is_cuda else 1)
         fold_row = own.choose("fold", head_dim, most, specialised=split.specialised and few_rows) if most > 1 else None
         names = split.name if fold_row is None else f"{split.name}+{fold_row.name}"
         segments = Segments(

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rl_attn import plans
-from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract import ContractError, Launch, record_launch
+from rl_contract.gpu import arch_of, needs_triton
 
 LOG2E = 1.4426950408889634
 ARCHS = ("sm90", "gfx942", "gfx950")
@@ -23,10 +24,8 @@ def kernels() -> Any:
     Raises:
         MissingSupport: Triton is not installed.
     """
-    try:
+    with needs_triton("rl_attn"):
         from rl_attn import triton_backward, triton_decode, triton_forward, triton_rotary
-    except ImportError as error:
-        raise MissingSupport(f"rl_attn on a GPU needs Triton ({error}); install a PyTorch build with Triton") from error
 
     class Kernels:
         forward, decode, backward, rotary = triton_forward, triton_decode, triton_backward, triton_rotary
@@ -53,22 +52,12 @@ def arch(device_index: int) -> str:
     Raises:
         MissingSupport: a GPU without a contract.
     """
-    properties = torch.cuda.get_device_properties(device_index)
-    hip = torch.version.hip is not None
-    name = properties.gcnArchName.split(":")[0] if hip else f"sm{properties.major}{properties.minor}"
-    if name not in ARCHS:
-        raise MissingSupport(f"rl_attn got a {properties.name} ({name}); supported GPUs: {ARCHS}")
-    return name
+    return arch_of(device_index, ARCHS, "rl_attn")
 
 
 def current_plans(x: Tensor) -> plans.Plans:
     """The plan file for the device that holds ``x``."""
     return plans.current(arch(x.device.index or 0) if x.is_cuda else "generic")
-
-
-@cache
-def processors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 # key rows of a stage, as plans count them

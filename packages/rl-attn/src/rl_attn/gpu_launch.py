@@ -16,10 +16,10 @@ from rl_attn.gpu_device import (
     kernels,
     options,
     padded,
-    processors,
     ring_for,
     stages_for,
 )
+from rl_contract.gpu import processors_of
 from rl_contract.triton_launch import Prepared, at, without_base
 
 # of a thread, for the specialised kernels where a processor runs one program
@@ -132,7 +132,7 @@ class Segments:
         self._slots = (0, heads, head_dim)
         if tokens == 0 or sequences == 0:
             return
-        programs = row.programs * (processors(q.device.index or 0) if q.is_cuda else 1)
+        programs = row.programs * (processors_of(q.device.index or 0) if q.is_cuda else 1)
         decode, room, block_d = kernels().decode, padded(sequences), padded(head_dim)
         out_steps = _by_name("s", "o_t o_h _lse", (*out.stride()[:2], lse.stride(0)))
         common: dict[str, Any] = {"sequences": sequences, "SEGMENT": segment, "SHORT": short, "D": head_dim}

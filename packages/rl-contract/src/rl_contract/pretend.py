@@ -5,7 +5,7 @@ and ``tools/host_costs`` what an operator costs the host. Results hold whatever 
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +14,15 @@ from rl_contract.dry_run import SHARED_LIMIT, TARGETS
 from rl_contract.errors import ContractError
 
 
-class Noted(tuple[Any, ...]):
-    """One launch: name of the kernel, which loaded binary, grid, stream, arguments. Tensors are noted by address."""
+class Noted(NamedTuple):
+    """One launch. Tensors are noted by address, descriptors by that of their tensor, its shape, strides and block."""
 
-    __slots__ = ()
+    name: str
+    function: int
+    """Which loaded binary."""
+    grid: tuple[int, int, int]
+    stream: int
+    arguments: tuple[Any, ...]
 
 
 class _Driver:
@@ -52,7 +57,7 @@ class _Driver:
         def launch(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
             if self._launched is not None:
                 arguments = tuple(map(_plain, rest[4:]))
-                self._launched.append(Noted((metadata.name, function, (x, y, z), stream, arguments)))
+                self._launched.append(Noted(metadata.name, function, (x, y, z), stream, arguments))
 
         return launch
 

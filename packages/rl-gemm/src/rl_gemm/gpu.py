@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_contract import ContractError, MissingSupport
 from rl_contract.evidence import gpu_tally
+from rl_contract.gpu import arch_of, needs_triton, processors_of
 from rl_contract.triton_launch import keep
 from rl_gemm import plans, vendor
 from rl_gemm.contract import MATRIX_STEP
@@ -27,12 +28,8 @@ Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @cache
 def _triton() -> Any:
-    try:
+    with needs_triton("rl_gemm"):
         from rl_gemm import triton_gemm
-    except ImportError as error:
-        raise MissingSupport(
-            f"rl_gemm on a GPU needs Triton ({error}); install a PyTorch build that ships it"
-        ) from error
     return triton_gemm
 
 
@@ -72,20 +69,7 @@ def arch(device_index: int) -> str:
     Raises:
         MissingSupport: any other device.
     """
-    properties = torch.cuda.get_device_properties(device_index)
-    name = (
-        getattr(properties, "gcnArchName", "").split(":")[0]
-        if torch.version.hip
-        else f"sm{properties.major}{properties.minor}"
-    )
-    if name not in MATRIX_STEP:
-        raise MissingSupport(f"rl_gemm got a {properties.name} ({name}); supported GPUs: {sorted(MATRIX_STEP)}")
-    return name
-
-
-@cache
-def _processors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    return arch_of(device_index, sorted(MATRIX_STEP), "rl_gemm")
 
 
 class Call(NamedTuple):
@@ -274,7 +258,7 @@ def prepare_gate_up(key: tuple[Any, ...], x: Tensor, weight: Tensor) -> Callable
 def _gate_up_launcher(kernel: plans.Kernel, x: Tensor, weight: Tensor, plan: str) -> Callable[[Tensor, Tensor], Tensor]:
     column, swiglu = (gpu_tally(boundary, "rl_gemm.triton.gated", plan) for boundary in ("gemm.column", "swiglu"))
     empty = partial(torch.empty, (x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    go = _gated().prepared(kernel, x, weight, empty(), _processors(x.device.index or 0))
+    go = _gated().prepared(kernel, x, weight, empty(), processors_of(x.device.index or 0))
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
         column()
@@ -358,7 +342,7 @@ def launcher(
 
     ``stamps``: where a profile wants the times of the two.
     """
-    (m, _), n, processors = a.shape, b.shape[0], _processors(a.device.index or 0)
+    (m, _), n, processors = a.shape, b.shape[0], processors_of(a.device.index or 0)
     empty = partial(torch.empty, (m, n), dtype=out_dtype, device=a.device)
     given, (first, second) = (leaves, fused, processors), stamps
     module, joins, early = _triton(), kernel.kind != "tree" and leaves > 1, kernel.kind == "tma"

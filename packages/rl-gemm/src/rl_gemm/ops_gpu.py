@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_contract import ContractError, MissingSupport
+from rl_contract import ContractError
 from rl_contract.evidence import gpu_tally
+from rl_contract.gpu import needs_triton
 from rl_contract.triton_launch import keep
 from rl_gemm import gpu, gpu_grad, ops, plans
 
@@ -17,10 +18,8 @@ _swiglus: dict[Any, Callable[..., Tensor]] = {}
 
 @cache
 def _triton_swiglu() -> Any:
-    try:
+    with needs_triton("rl_gemm"):
         from rl_gemm import triton_swiglu
-    except ImportError as error:
-        raise MissingSupport(f"rl_gemm on a GPU needs Triton ({error}); install a PyTorch build with Triton") from error
     return triton_swiglu
 
 

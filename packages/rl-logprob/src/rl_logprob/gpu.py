@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import rl_gemm
-from rl_contract import ContractError, Launch, MissingSupport, record_launch
+from rl_contract import ContractError, Launch, record_launch
+from rl_contract.gpu import arch_of, needs_triton, processors_of
 from rl_contract.triton_launch import keep
 from rl_logprob import plans
 from rl_logprob.contract import GPU_ARCHS, GPU_GRAD_BLOCK, GPU_TILE
@@ -33,12 +34,8 @@ def kernels() -> Any:
     Raises:
         MissingSupport: Triton is not installed.
     """
-    try:
+    with needs_triton("rl_logprob"):
         from rl_logprob import triton_draw, triton_few, triton_head, triton_sample, triton_scores, triton_support
-    except ImportError as error:
-        raise MissingSupport(
-            f"rl_logprob on a GPU needs Triton ({error}); install a PyTorch build with Triton"
-        ) from error
 
     class Kernels:
         head, few, scores, support = triton_head, triton_few, triton_scores, triton_support
@@ -54,17 +51,7 @@ def arch(device_index: int) -> str:
     Raises:
         MissingSupport: any other device.
     """
-    properties = torch.cuda.get_device_properties(device_index)
-    hip = torch.version.hip is not None
-    name = properties.gcnArchName.split(":")[0] if hip else f"sm{properties.major}{properties.minor}"
-    if name not in GPU_ARCHS:
-        raise MissingSupport(f"rl_logprob got a {properties.name} ({name}); supported GPUs: {GPU_ARCHS}")
-    return name
-
-
-@cache
-def processors_of(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    return arch_of(device_index, GPU_ARCHS, "rl_logprob")
 
 
 @cache

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_contract import ContractError, MissingSupport
+from rl_contract import ContractError
 from rl_contract.evidence import gpu_tally
+from rl_contract.gpu import arch_of, needs_triton
 from rl_contract.triton_launch import keep
 from rl_norm import ops
 
@@ -19,16 +20,9 @@ ARCHS = ("sm90", "gfx942", "gfx950")
 
 @cache
 def _kernels(device_index: int) -> Any:
-    properties = torch.cuda.get_device_properties(device_index)
-    name = f"sm{properties.major}{properties.minor}"
-    if torch.version.hip:
-        name = properties.gcnArchName.split(":")[0]
-    if name not in ARCHS:
-        raise MissingSupport(f"rl_norm got a {properties.name} ({name}); supported GPUs: {ARCHS}")
-    try:
+    arch_of(device_index, ARCHS, "rl_norm")
+    with needs_triton("rl_norm"):
         from rl_norm import triton_norm
-    except ImportError as error:
-        raise MissingSupport(f"rl_norm on a GPU needs Triton ({error}); install a PyTorch build with Triton") from error
     return triton_norm
 
 
