@@ -1,0 +1,212 @@
+"""Calls that every rank is told are wrong, and peers that do not call: on all ranks at once, by ``rank_main.py``."""
+
+import os
+import re
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rank_values import make, same_bits
+
+from rl_comm import TreeCommunicator, board, gather_from_ranks, reduce_from_ranks, shared_memory
+from rl_comm.mover import HEADER_BYTES, Call, GlooMover
+from rl_contract import ContractError, MissingSupport
+
+
+def check_refusals(rank, world):
+    comm = make()
+    last = world - 1
+    cases = [
+        (
+            lambda: comm.all_reduce(torch.ones(4, dtype=torch.bfloat16)),
+            r"partial of torch.bfloat16, supported: torch.float32",
+        ),
+        (lambda: comm.all_reduce(torch.ones(5 if rank == last else 4)), rf"rank {last} has all_reduce\(shape \(5,\)"),
+        (lambda: comm.all_reduce(torch.ones(1 << 20 if rank == last else 4)), rf"rank {last} has .*1048576"),
+        (lambda: comm.all_gather(torch.ones(4).to(torch.int64 if rank == last else torch.float32)), r"torch\.int64"),
+        (lambda: comm.all_gather(torch.ones(4), dim=2 if rank == last else 0), "dim or source 2"),
+        (lambda: comm.all_gather(torch.ones(4), dim=2), "dim=2 for a tensor of shape"),
+        (lambda: comm.all_gather(torch.ones(4, dtype=torch.complex64)), "complex64"),
+        (lambda: comm.all_gather(torch.ones([1] * 9)), "9 dimensions"),
+        (lambda: comm.reduce_scatter(torch.ones(world + 1)), "multiple of the world size"),
+        (lambda: comm.all_reduce(torch.ones(4), out_dtype=torch.int32), "out_dtype=torch.int32, supported"),
+        (
+            lambda: comm.all_reduce(torch.ones(4), out_dtype=torch.int32 if rank == last else None),
+            "out torch|out_dtype",
+        ),
+        (lambda: comm.reduce_scatter(torch.ones(world), out_dtype=torch.bool), "out_dtype=torch.bool, supported"),
+        (lambda: gather_from_ranks(torch.ones(4), comm, 2), "dim=2 for a tensor of shape"),
+        (lambda: comm.broadcast(torch.ones(4), source=world), f"source={world}"),
+        (lambda: comm.barrier() if rank == last else comm.all_reduce(torch.ones(4)), "rank 0 has all_reduce"),
+        (lambda: comm.all_reduce(torch.ones(4), out_dtype=torch.bfloat16 if rank else None), r"out torch\.bfloat16"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ContractError, match=message):
+            call()
+    meta = torch.ones(world, device="meta")
+    for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
+        with pytest.raises(MissingSupport, match=r"on meta, supported: \('cpu', 'cuda'\)"):
+            call(meta)
+    # the group is still in step
+    assert float(comm.all_reduce(torch.ones(1))) == world
+
+
+def check_one_rank_refuses(rank, world):
+    """Whatever one rank alone is given, all ranks are told which one it was, and the next call is in step."""
+    comm = make()
+    x = torch.ones(2 * world)
+    ints, sparse = torch.ones(2 * world, dtype=torch.int32), torch.ones(2 * world).to_sparse()
+    sums = (None, [1.0], "x", sparse, ints, x.double(), x.to("meta"), torch.ones([1] * 9))
+    cases = [(lambda y, op=op: op(y), bad) for op in (comm.all_reduce, comm.reduce_scatter) for bad in sums]
+    others = (None, [1.0], sparse, x.to("meta"), x.to(torch.complex64), torch.ones([1] * 9))
+    cases += [(lambda y, op=op: op(y), bad) for op in (comm.all_gather, comm.broadcast) for bad in others]
+    for dim in (None, "0", 0.0, True, 7, 10**30, -(10**30)):
+        cases.append((lambda d: comm.reduce_scatter(x, dim=0 if d is x else d), dim))
+        cases.append((lambda d: comm.all_gather(x, dim=0 if d is x else d), dim))
+        cases.append((lambda d: gather_from_ranks(x, comm, 0 if d is x else d), dim))
+        cases.append((lambda d: comm.broadcast(x, source=0 if d is x else d), dim if dim != 7 else world))
+    for dtype in ("float32", 3, torch.int32, torch.complex64):
+        cases.append((lambda t: comm.all_reduce(x, out_dtype=None if t is x else t), dtype))
+        cases.append((lambda t: comm.reduce_scatter(x, out_dtype=None if t is x else t), dtype))
+    cases += [(lambda y: reduce_from_ranks(y, comm), bad) for bad in (None, "x", ints, sparse)]
+    cases += [(lambda y: gather_from_ranks(y, comm), bad) for bad in (None, "x", sparse)]
+    for at, (call, bad) in enumerate(cases):
+        odd = at % world
+        with pytest.raises(ContractError, match=rf"ranks make different calls.*refused on rank {odd}, ") as refusal:
+            call(bad if rank == odd else x)
+        assert ("This rank: " in str(refusal.value)) == (rank == odd)
+        # the very next call is this one on every rank, with the right value
+        assert float(comm.all_reduce(torch.full((3,), float(at + rank)))[2]) == at * world + sum(range(world)), at
+    # two that refuse differently are both named
+    with pytest.raises(ContractError, match=rf"refused on rank 0, {world - 1},"):
+        comm.all_reduce({0: None, world - 1: ints}.get(rank, x))
+    # a compiler refuses nothing before the ranks have met
+    compiled = torch.compile(lambda p, d: comm.reduce_scatter(p * 1.0, dim=d), backend="eager")
+    if world == 2:
+        with pytest.raises(Exception, match="refused on rank 1, "):
+            compiled(x, 5 if rank == 1 else 0)
+        assert torch.equal(compiled(x, 0), torch.full((2,), float(world)))
+    comm.barrier()
+    # negated lazily: bytes alone would lose the sign
+    lazy = torch.complex(x, torch.arange(2.0 * world)).conj().imag
+    assert lazy.is_neg()
+    assert same_bits(comm.all_gather(lazy), (-torch.arange(2.0 * world)).repeat(world))
+    assert same_bits(make(two_shot_bytes=0).all_reduce(lazy), -torch.arange(2.0 * world) * world)
+
+
+def check_groups(rank, world):
+    solo = [dist.new_group([r]) for r in range(world)][rank]
+    alone = make(solo)
+    assert alone.world_size == 1
+    x = torch.randn(5)
+    assert same_bits(alone.all_reduce(x, out_dtype=torch.bfloat16), x.bfloat16())
+    with pytest.raises(ContractError, match=r"partial of torch\.float64"):
+        alone.all_reduce(x.double())
+    for call, message in (
+        (lambda: alone.all_reduce(x, out_dtype=torch.int32), "out_dtype=torch.int32, supported"),
+        (lambda: alone.reduce_scatter(x, out_dtype=torch.int64), "out_dtype=torch.int64, supported"),
+        (lambda: alone.reduce_scatter(x, dim=1), "dim=1 for a tensor of shape"),
+        (lambda: alone.all_gather(x, dim=-2), "dim=-2 for a tensor of shape"),
+        (lambda: gather_from_ranks(x, alone, 1), "dim=1 for a tensor of shape"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            call()
+    for call in (alone.all_reduce, alone.reduce_scatter, alone.all_gather, alone.broadcast):
+        with pytest.raises(MissingSupport, match=r"on meta, supported: \('cpu', 'cuda'\)"):
+            call(x.to("meta"))
+    if world == 4:
+        three = dist.new_group([0, 1, 2])
+        if rank < 3:
+            with pytest.raises(ContractError, match="world of 3, supported"):
+                TreeCommunicator(three)
+        else:
+            with pytest.raises(ContractError, match="not in the group"):
+                TreeCommunicator(three)
+
+
+def check_choice(rank, world):
+    default = TreeCommunicator(identity="one profile")
+    assert (default.transport, default.device_transport) == ("shared_memory", "staged-shared_memory")
+    with pytest.raises(MissingSupport, match="transport='nccl' got a group with backend 'cpu:gloo,cuda:gloo'"):
+        TreeCommunicator(transport="nccl")
+    with pytest.raises(ContractError, match="transport='mpi'"):
+        TreeCommunicator(transport="mpi")
+    # a rank of another profile is named on every rank
+    with pytest.raises(ContractError, match=f"rank 0 for 'profile a', rank {world - 1} for 'profile b'"):
+        TreeCommunicator(identity="profile b" if rank == world - 1 else "profile a")
+    long = "p" * 5000
+    assert TreeCommunicator(identity=long).world_size == world
+    with pytest.raises(ContractError, match="ranks were built for different things"):
+        TreeCommunicator(identity=long + str(rank))
+    # other arguments would have other transports, or other transfers for the same call
+    last = rank == world - 1
+    for given, usual in (({"transport": "gloo"}, {}), ({"two_shot_bytes": 0}, {"two_shot_bytes": 1 << 20})):
+        with pytest.raises(ContractError, match=f"different arguments: rank 0 transport='auto'.*rank {world - 1} "):
+            TreeCommunicator(**given if last else usual)
+    assert TreeCommunicator(two_shot_bytes=np.int64(1 << 20) if last else 1 << 20).world_size == world
+    bad = ({"transport": "mpi"}, {"transport": ["gloo"]}, {"transport": "nccl"}, {"identity": None},
+           {"two_shot_bytes": "1"}, {"two_shot_bytes": -1}, {"timeout_s": float("nan")},
+           {"two_shot_bytes": True}, {"timeout_s": True}, {"host_group": 3})  # fmt: skip
+    for given in bad:
+        message = re.escape(next(iter(given))) + "=" if last else f"refused on rank {world - 1}, whose error says why"
+        with pytest.raises((ContractError, MissingSupport), match=message):
+            TreeCommunicator(**given if last else {})
+    assert not [f for f in os.listdir("/dev/shm") if f.startswith("rl-comm-")] or rank
+    # a rank that cannot map the memory decides for all
+    real = shared_memory._open
+    shared_memory._open = (lambda path, size: None) if rank == world - 1 else real
+    assert TreeCommunicator().transport == "gloo"
+    with pytest.raises(MissingSupport, match="all ranks on one host"):
+        TreeCommunicator(transport="shared_memory")
+    shared_memory._open = real
+
+
+def check_board(rank, world):
+    """What guards a GPU call: ranks that say the same go on, one that differs stops all, nobody is left behind."""
+    gloo = GlooMover(dist.group.WORLD, rank, world)
+    held = board.make(gloo, 60.0)
+    assert isinstance(held, board.Board)
+    for i in range(300):
+        if i % world == rank and i % 50 == 0:
+            time.sleep(0.002)
+        held.agree(Call("all_reduce", torch.float32, torch.bfloat16, 0, (i, 5), "cuda"))
+    for odd in (0, world - 1):
+        shape = (4, 5) if rank == odd else (3, 5)
+        with pytest.raises(ContractError, match=r"ranks make different calls: rank 0 .*5\), .*cuda"):
+            held.agree(Call("all_gather", torch.float32, torch.float32, 0, shape, "cuda"))
+    held.agree(Call("barrier", torch.uint8, torch.uint8, 0, ()))
+    seen = board.Signatures(gloo)
+    for _ in range(3):
+        seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda"))
+    with pytest.raises(ContractError, match="ranks make different calls"):
+        seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (rank, 9), "cuda"))
+    # nothing that is kept of a call grows with its tensors
+    kept = board._kept.cache_info().currsize
+    for each in (held, seen, seen):
+        one = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda")
+        each.agree(replace(one, beside=(one,) * 500))
+        with pytest.raises(ContractError, match="ranks make different calls"):
+            each.agree(replace(one, beside=(one,) * 500 + (replace(one, shape=(rank,)),)))
+    assert board._kept.cache_info().currsize == kept
+    assert all(type(words) is bytes and len(words) == HEADER_BYTES for words in seen._seen)
+
+
+def check_ended_peer(rank, world):
+    """The last check: rank 1 leaves, and its peers are told so instead of waiting."""
+    comm = make(timeout_s=30)
+    comm.barrier()
+    if rank == 1:
+        return
+    with pytest.raises(RuntimeError, match=r"rank 1 .* has ended"):
+        comm.all_reduce(torch.ones(3))
+
+
+def check_absent_peer(rank, world):
+    comm = make(timeout_s=1)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 did not make this call within 1 s"):
+            comm.all_reduce(torch.ones(3))
+    dist.barrier()

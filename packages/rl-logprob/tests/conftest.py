@@ -1,0 +1,6 @@
+"""Makes the helper modules beside the tests importable under any pytest import mode."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
