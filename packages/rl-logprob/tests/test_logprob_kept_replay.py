@@ -7,7 +7,7 @@ from kept_case import TILE, VOCAB, make
 import rl_gemm
 import rl_logprob as lp
 from rl_contract.testing import on_ranks
-from rl_logprob import linear
+from rl_logprob import linear_cpu
 
 FILTERS = [{"top_k": 12}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}]
 
@@ -81,7 +81,7 @@ def test_layout_tp_1_2_4_8_and_chunks(form, monkeypatch):
         support = support.ids(logits, vocab_size=VOCAB, temperature=0.8)
     want = grads(h, w, targets, support)
     assert 0 < int(want[2].sum()) < 37, "some targets must be outside, some inside"
-    monkeypatch.setattr(linear, "CHUNK_ELEMENTS", 37 * TILE * 2)
+    monkeypatch.setattr(linear_cpu, "CHUNK_ELEMENTS", 37 * TILE * 2)
     for got in (grads(h, w, targets, support), *on_ranks(2, lambda comm: grads(h, w, targets, support, comm)[:4])):
         assert all(torch.equal(a, b) for a, b in zip(got, want))
     for world in (2, 4, 8):

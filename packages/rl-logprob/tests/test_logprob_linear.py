@@ -7,7 +7,7 @@ import rl_gemm
 import rl_logprob as lp
 from rl_contract import ContractError, SingleRank, TokenShards, launches, reset_launches, shares
 from rl_contract.testing import ThreadRank, on_ranks
-from rl_logprob import linear
+from rl_logprob import linear, linear_cpu
 
 
 def bits(x):
@@ -55,7 +55,7 @@ def test_linear_equals_materialised_logits(dtype, monkeypatch):
     engine = lp.selected_logprob(logits[:, :3008].contiguous(), targets, **kw)
     assert torch.equal(bits(engine), bits(want))
     for elements in (1, 203 * 128, 1 << 30):
-        monkeypatch.setattr(linear, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(linear_cpu, "CHUNK_ELEMENTS", elements)
         reset_launches()
         got, entropy = lp.linear_logprob(h, w, targets, return_entropy=True, **kw)
         chunks = next(r["count"] for r in launches() if r["kernel"].endswith("tile_stats"))

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import rl_gemm
 import rl_logprob as lp
-from rl_logprob import linear
+from rl_logprob import linear_cpu
 
 TOKENS, HIDDEN, VOCAB, TILE = 512, 16, 8000, 64
 PADDED = lp.padded_vocab_size(VOCAB, TILE)
@@ -49,7 +49,7 @@ def step(hidden, weight, targets):
 def test_no_operator_returns_tokens_times_vocabulary(monkeypatch):
     hidden, weight, targets = inputs()
     _, whole = step(hidden, weight, targets)
-    monkeypatch.setattr(linear, "CHUNK_ELEMENTS", 4 * TOKENS * TILE)
+    monkeypatch.setattr(linear_cpu, "CHUNK_ELEMENTS", 4 * TOKENS * TILE)
     seen, chunked = step(hidden, weight, targets)
     # a chunk of logits, or the weight itself and its gradient: 30 times less than the logits would be
     assert seen.elements <= max(4 * TOKENS * TILE, weight.numel()), seen.op
@@ -61,8 +61,8 @@ def test_no_operator_returns_tokens_times_vocabulary(monkeypatch):
 @pytest.mark.field_report("R45")
 def test_the_default_chunk_bounds_a_long_sequence_of_a_large_vocabulary():
     """20000 tokens over 151936 ids are 11 GiB of fp32 logits; a chunk is 16 MiB, or one tile where that is more."""
-    assert linear._chunk(1024, 155_648, 512) * 1024 == linear.CHUNK_ELEMENTS == 1 << 22
-    assert linear._chunk(20_000, 155_648, 512) == 512
+    assert linear_cpu._chunk(1024, 155_648, 512) * 1024 == linear_cpu.CHUNK_ELEMENTS == 1 << 22
+    assert linear_cpu._chunk(20_000, 155_648, 512) == 512
 
 
 def test_materialised_logits_are_noticed():

@@ -19,6 +19,7 @@ def body_statistics():
     """Fused, materialised, gradients and ranks: one function of a row."""
     from rl_logprob import plans
     from rl_logprob import triton_head as head
+    from rl_logprob import triton_ranks as ranks
     from rl_logprob import triton_scores as scores
 
     h = torch.randint(-4, 5, (ROWS, HIDDEN)).float()
@@ -55,9 +56,9 @@ def body_statistics():
         assert torch.equal(again[0], state)
         assert torch.equal(again[1], full[at, targets])
         parts = [[a[i:j].contiguous() for a in found] for i, j in ((0, 1), (1, 3))]
-        top = torch.stack([scores.rank_top(p[0]) for p in parts]).amax(0)
-        sums = sum(scores.rank_sums(*p, top) for p in parts)
-        assert torch.equal(scores.state_of(top, sums, True), state)
+        top = torch.stack([ranks.rank_top(p[0]) for p in parts]).amax(0)
+        sums = sum(ranks.rank_sums(*p, top) for p in parts)
+        assert torch.equal(ranks.state_of(top, sums, True), state)
         gradient = torch.full((ROWS, 304), torch.nan, dtype=torch.bfloat16)[:, :VOCAB]
         scores.grad_logits(logits, temp, state, targets, g, d, 0, VOCAB, gradient)
         exact = logits.double().requires_grad_()

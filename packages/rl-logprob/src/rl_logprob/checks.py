@@ -33,6 +33,11 @@ def padded_vocab_size(vocab_size: int, vocab_tile: int = 512, max_world: int = 8
     return -(-vocab_size // step) * step
 
 
+def real_rows(rows: int, rank: int, vocab_size: int) -> int:
+    """How many of the rank's rows are ids of the real vocabulary."""
+    return max(0, min(rows, vocab_size - rank * rows))
+
+
 def check_vocab(vocab_size: int, vocab_tile: int) -> None:
     if not whole_number(vocab_size) or vocab_size < 1:
         raise ContractError(f"vocab_size={vocab_size!r}; supported: a positive integer, the tokenizer's real size")

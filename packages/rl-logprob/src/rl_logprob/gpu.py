@@ -29,17 +29,25 @@ STATS_BYTES = 192 << 20
 
 @cache
 def kernels() -> Any:
-    """The Triton modules, as attributes ``head``, ``few``, ``scores``, ``sample``, ``draw``, ``support``.
+    """The Triton modules, as attributes ``head``, ``few``, ``scores``, ``ranks``, ``sample``, ``draw``, ``support``.
 
     Raises:
         MissingSupport: Triton is not installed.
     """
     with needs_triton("rl_logprob"):
-        from rl_logprob import triton_draw, triton_few, triton_head, triton_sample, triton_scores, triton_support
+        from rl_logprob import (
+            triton_draw,
+            triton_few,
+            triton_head,
+            triton_ranks,
+            triton_sample,
+            triton_scores,
+            triton_support,
+        )
 
     class Kernels:
-        head, few, scores, support = triton_head, triton_few, triton_scores, triton_support
-        sample, draw = triton_sample, triton_draw
+        head, few, scores, ranks = triton_head, triton_few, triton_scores, triton_ranks
+        sample, draw, support = triton_sample, triton_draw, triton_support
 
     return Kernels
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import rl_gemm
 import rl_gemm.ops
-from rl_contract.gpu import processors_of
 from rl_logprob import gpu, plans
 from rl_logprob.contract import GPU_GRAD_BLOCK
 from rl_logprob.support import Support, SupportIds
@@ -59,7 +58,7 @@ def grad_logits(
         name, kernel = gpu.choose("gradient", hidden, weight)
     if kernel is not None:
         given = {"state": state, "targets": targets, "dlogp": dlogp, "dentropy": dentropy}
-        processors = processors_of(hidden.device.index or 0)
+        processors = gpu.processors_of(hidden.device.index or 0)
         k.head.launch(kernel, hidden, weight, temperature, first_id, processors, gradient=given, out=out, kept=limits)
         gpu.record("triton_head.gradient", name)
         return parts
@@ -150,7 +149,7 @@ def _few_backward(
     # slices of one size, so that the last one is not short
     group = -(-blocks // -(-blocks // most))
     parts = None if root is None else torch.empty((group, tokens, h), dtype=torch.float32, device=hidden.device)
-    copies, processors = gpu.copy_engine_may(hidden, weight), processors_of(hidden.device.index or 0)
+    copies, processors = gpu.copy_engine_may(hidden, weight), gpu.processors_of(hidden.device.index or 0)
     for ids in gpu.slices(len(weight), group * GPU_GRAD_BLOCK):
         part = weight[ids]
         d = gradient(part, begin + ids.start)

@@ -10,12 +10,9 @@ from torch import Tensor
 from rl_contract import Communicator
 from rl_contract.gradients import main_grad_of
 from rl_logprob import gpu, gpu_grad
+from rl_logprob.checks import real_rows
 from rl_logprob.contract import GPU_TILE, GPU_TOKEN_BLOCK
 from rl_logprob.support import Support
-
-
-def _real_rows(rows: int, rank: int, vocab_size: int) -> int:
-    return max(0, min(rows, vocab_size - rank * rows))
 
 
 @torch.compiler.disable
@@ -28,7 +25,7 @@ def forward(
     """
     scores = gpu.ready(hidden).scores
     rows = weight.shape[0]
-    real = _real_rows(rows, comm.rank, vocab_size)
+    real = real_rows(rows, comm.rank, vocab_size)
     tokens, alone = hidden.shape[0], comm.world_size == 1
     x, logp = (torch.empty(tokens, dtype=torch.float32, device=hidden.device) for _ in range(2))
     state = torch.empty((tokens, 3), dtype=torch.float64, device=hidden.device)
@@ -77,18 +74,15 @@ def _exchange(
     x: Tensor, found: tuple[Tensor, Tensor, Tensor], comm: Communicator, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """x of whichever rank holds the target, and the state over all ranks: 4 bytes a token, then 24."""
-    scores = gpu.kernels().scores
+    ranks = gpu.kernels().ranks
     m, s, u = found
-    top = scores.rank_top(m) if m.shape[0] else torch.full_like(x, -torch.inf)
+    top = ranks.rank_top(m) if m.shape[0] else torch.full_like(x, -torch.inf)
     top = comm.all_gather(top[None], dim=0).amax(0)
-    if m.shape[0]:
-        sums = scores.rank_sums(m, s, u, top)
-    else:
-        sums = torch.zeros((2, len(x)), dtype=torch.int64, device=x.device)
+    sums = ranks.rank_sums(m, s, u, top) if m.shape[0] else torch.zeros((2, len(x)), dtype=torch.int64, device=x.device)
     # every rank but the owner of a target holds +0, whose bit pattern is 0
     mine = torch.cat([sums, x.view(torch.int32)[None].to(torch.int64)])
     total = comm.all_gather(mine[None], dim=0).sum(0)
-    return total[2].to(torch.int32).view(torch.float32), scores.state_of(top, total[:2].contiguous(), entropy)
+    return total[2].to(torch.int32).view(torch.float32), ranks.state_of(top, total[:2].contiguous(), entropy)
 
 
 @torch.compiler.disable
@@ -111,7 +105,7 @@ def backward(
         if len(blocks) == 1:
             # one block writes every row of an id; only padding is left
             sink = torch.empty_like(weight)
-            sink[_real_rows(rows, comm.rank, vocab_size) :].zero_()
+            sink[real_rows(rows, comm.rank, vocab_size) :].zero_()
         else:
             sink = torch.zeros_like(weight, dtype=torch.float32 if add else weight.dtype)
     dhidden = torch.empty_like(hidden) if needs_hidden and len(blocks) != 1 else None
@@ -120,7 +114,7 @@ def backward(
         root = gpu_grad.backward(
             hidden[part], weight, _part(temperature, part), state[part], targets[part], dlogp[part],
             dentropy[part] if dentropy.numel() else dentropy, first_id=comm.rank * rows,
-            real=_real_rows(rows, comm.rank, vocab_size), leaf_rows=rows * comm.world_size // leaves,
+            real=real_rows(rows, comm.rank, vocab_size), leaf_rows=rows * comm.world_size // leaves,
             needs_hidden=needs_hidden,
             weight_grad=sink, add=add, kept=logits[i] if logits else {},
             support=None if support is None else support[part],
