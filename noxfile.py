@@ -30,7 +30,7 @@ TRITON = ["triton==3.6.0; platform_system == 'Linux'", "numpy<2.4"]  # its inter
 # mypy's errors about types, in code that has no annotations
 TYPES = (
     "arg-type", "assignment", "call-arg", "call-overload", "dict-item", "index", "list-item", "method-assign", "misc",
-    "operator", "return-value", "union-attr", "var-annotated",
+    "operator", "return-value", "type-var", "union-attr", "var-annotated",
 )  # fmt: skip
 # these come with the engine, do not import beside a CPU torch, and nothing here uses them
 UNUSED_ENGINE_PARTS = ["torchvision", "torchaudio", "torchcodec"]
@@ -123,12 +123,18 @@ def typecheck(session: nox.Session) -> None:
     for path in PROJECTS.values():
         session.run("mypy", str(path / "src"))
     # no CPU runs tools and tests of a GPU; at least every name in them is there
-    names_only = [f"--disable-error-code={code}" for code in TYPES]
-    tools = sorted(str(x) for x in (ROOT / "tools").iterdir() if x.is_file() and x.suffix in ("", ".py"))
-    session.run("mypy", "--scripts-are-modules", *names_only, *tools, env={"MYPYPATH": "tools"})
-    found = sorted(str(x) for path in PROJECTS.values() for x in path.glob("tests/*_gpu*.py"))
-    places = os.pathsep.join(sorted({str(Path(x).parent) for x in found} | {"tests"}))
-    session.run("mypy", "--explicit-package-bases", *names_only, *found, env={"MYPYPATH": places})
+    names_only = ["--explicit-package-bases", *(f"--disable-error-code={code}" for code in TYPES)]
+    tools = [x for x in (ROOT / "tools").glob("*") if x.is_file() and (x.suffix == ".py" or "." not in x.name)]
+    tools += (ROOT / "tools").glob("*/*.py")
+    tests = [x for path in [*PROJECTS.values(), ROOT] for x in path.glob("tests/*.py")]
+    tests = [x for x in tests if "gpu" in x.name or "mark.gpu" in x.read_text()]
+    for found in (tools, tests):
+        places = {str(x.parent) for x in found if x.parent.parent != ROOT / "tools"} | {"tests"}
+        places |= {str(path / "src") for path in PROJECTS.values()}
+        session.run(
+            "mypy", "--scripts-are-modules", *names_only, *sorted(map(str, found)),
+            env={"MYPYPATH": os.pathsep.join(sorted(places))},
+        )  # fmt: skip
 
 
 @nox.session

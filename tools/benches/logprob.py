@@ -105,7 +105,7 @@ def _calls(case: dict[str, Any]) -> tuple[dict[str, Callable[[], object]], dict[
     if backward:
         weight.requires_grad_()
         hidden.requires_grad_()
-        weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device="cuda")
+        weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device="cuda")  # type: ignore[attr-defined]
     comm = _Alone(tp) if tp > 1 else None
 
     def strict(room: int | str = 0) -> object:

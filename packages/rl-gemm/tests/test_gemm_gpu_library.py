@@ -87,3 +87,18 @@ def test_more_rows_than_a_certificate_reaches_take_the_memory_of_the_output(toke
             want = call()
             assert all("triton" in r["kernel"] for r in launches())
         assert torch.equal(y.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("tokens", [512, 8704])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_nothing(tokens, out_dtype):
+    """It would turn the library's operands into halves."""
+    x, weight = matrix(tokens, 4096, "spread", 42), matrix(6144, 4096, "normal", 43)
+    reset_launches()
+    want = ops.matmul(x, weight, None, 1, out_dtype)
+    assert {r["kernel"] for r in launches()} == {f"rl_gemm.{vendor.NAME}"}
+    with torch.autocast("cuda", dtype=torch.float16):
+        found = ops.matmul(x, weight, None, 1, out_dtype)
+        assert torch.is_autocast_enabled("cuda")
+    assert found.dtype == out_dtype
+    assert torch.equal(found.view(torch.int16), want.view(torch.int16))

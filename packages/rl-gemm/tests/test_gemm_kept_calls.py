@@ -215,6 +215,14 @@ def body_switches():
             assert vendor._lock.acquire(blocking=False)
             vendor._lock.release()
     torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*found)
+    for autocast in (True, False):
+        torch.set_autocast_enabled("cuda", autocast)
+        with vendor.no_split_k():
+            assert not torch.is_autocast_enabled("cuda")
+        assert torch.is_autocast_enabled("cuda") == autocast
+        with pytest.raises(ZeroDivisionError), vendor.no_split_k():
+            raise ZeroDivisionError
+        assert torch.is_autocast_enabled("cuda") == autocast
 
 
 @pytest.mark.parametrize("name", ["same_launches", "plans_and_refusals", "switches"])

@@ -141,6 +141,15 @@ def test_weight_gradients_of_many_rows_fold_their_blocks_in_order(tokens, heads,
     assert torch.equal(found.cpu(), reference.grad_weight(dy, x, EPS, heads, leaves, arch="sm90"))
 
 
+def test_weight_gradients_of_more_blocks_than_a_second_axis_takes():
+    """65,536 blocks and a row: the blocks' sums by the CPU's kernel, folded in order."""
+    dy, x = rows(65536 * 64 + 1, 8), rows(65536 * 64 + 1, 8)
+    on = [t.cuda() for t in (dy, x)]
+    _, rstd = ops.rms_norm(on[1], torch.ones(8, dtype=torch.bfloat16, device="cuda"), EPS)
+    found = ops.grad_weight(*on, rstd, 1, 1)
+    assert torch.equal(found.cpu(), reference.grad_weight(dy, x, EPS, 1, 1, arch="sm90"))
+
+
 def test_empty_and_refused_inputs():
     weight = torch.ones(64, dtype=torch.bfloat16, device="cuda")
     assert rms_norm(torch.empty(0, 64, dtype=torch.bfloat16, device="cuda"), weight, EPS).shape == (0, 64)

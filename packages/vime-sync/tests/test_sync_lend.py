@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def loan(tmp_path):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_lent_push_brings_the_bytes_and_the_label_of_a_pushed_file(tmp_path, loan, tp):
-    publishers = []
+    publishers: list[Any] = []
     for step in (0, 1):
         named = weights(step)
         manifest = loan.fill(named)

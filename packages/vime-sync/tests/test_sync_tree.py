@@ -130,7 +130,7 @@ def test_tensors_without_bytes_are_refused_by_name():
         (torch.empty(1, device="meta"), "x is a meta tensor"),
         (torch.eye(3).to_sparse(), "x is torch.sparse_coo"),
         (torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), "x is quantized"),
-        (torch.empty(2, dtype=torch.int4), "x is torch.int4"),
+        (torch.empty(2, dtype=torch.int4), "x is torch.int4"),  # type: ignore[attr-defined]
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "x is nested"),
         (None, "x is a NoneType"),
     ):

@@ -82,8 +82,8 @@ def norm_rotary_write(
 
     Raises:
         ContractError: shapes, dtypes, one weight without the other or without eps, a position outside the table, a slot
-            beyond the cache; nothing is written then. On a GPU the last two are not looked at: the row becomes NaN,
-            the slot is skipped.
+            beyond the cache; nothing is written then. On a GPU the last two are not looked at: what is rotated
+            becomes NaN, the slot is skipped.
         MissingSupport: a device without kernels.
     """
     where = "norm_rotary_write"

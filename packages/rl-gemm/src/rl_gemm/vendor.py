@@ -52,21 +52,25 @@ def _switches() -> tuple[Callable[..., Any], ...]:
 
 
 class no_split_k:
-    """cuBLASLt, split-K forbidden, for the calls inside; the process-wide switches are restored on the way out.
+    """cuBLASLt, split-K and autocast forbidden, for the calls inside; what was set is restored on the way out.
 
-    This is the only place that touches them. The lock keeps this package's own threads apart; code elsewhere that
-    changes the same switches while a call is inside would defeat it.
+    This is the only place that touches the switches. The lock keeps this package's own threads apart; code elsewhere
+    that changes the same switches while a call is inside would defeat it. Autocast is the thread's own.
     """
 
-    __slots__ = ("_found",)
+    __slots__ = ("_autocast", "_found")
     _found: tuple[Any, tuple[bool, bool]]
 
     def __enter__(self) -> None:
         get_library, set_library, get_reduced, set_reduced = _switches()
         _lock.acquire()
+        self._autocast = torch.is_autocast_enabled("cuda")
         try:
             self._found = get_library(), get_reduced()
             set_library(_LIBRARY)
+            # it would make another type of the operands
+            if self._autocast:
+                torch.set_autocast_enabled("cuda", False)
             if self._found[1] != _WHOLE:
                 set_reduced(*_WHOLE)
         except BaseException:
@@ -74,6 +78,8 @@ class no_split_k:
             raise
 
     def __exit__(self, *error: object) -> None:
+        if self._autocast:
+            torch.set_autocast_enabled("cuda", True)
         try:
             # nothing was found where reading the switches failed
             if (found := getattr(self, "_found", None)) is not None:

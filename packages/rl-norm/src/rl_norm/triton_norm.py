@@ -204,8 +204,9 @@ def weight_block_kernel(
     ROW_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """parts[leaf, h, block]: chain over the block's rows; row n of a leaf is head n % mine of token n // mine."""
-    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    block, leaf = tl.program_id(1), tl.program_id(2)
+    # CUDA takes many programs along the first axis alone
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    block, leaf = tl.program_id(0), tl.program_id(2)
     mask = h < H
     part = tl.zeros((BLOCK_H,), tl.float32)
     first = block.to(tl.int64) * ROW_BLOCK
@@ -378,7 +379,7 @@ def prepared_grad_weight(
         "rows": rows, "heads": heads, "mine": mine, "pitch": pitch, "stride_dy": dy.stride(0), "H": width,
         "ROW_BLOCK": ROW_BLOCK, "BLOCK_H": block_h,
     }  # fmt: skip
-    grid = triton.cdiv(width, block_h), blocks, leaves
+    grid = blocks, triton.cdiv(width, block_h), leaves
     add_blocks = Prepared(weight_block_kernel, grid, fixed, num_warps=1, enable_fp_fusion=False)
     fold_h = min(64, block_h)
     fixed = {"blocks": blocks, "pitch": pitch, "H": width, "BLOCK_H": fold_h, "STEP": _STEP}
