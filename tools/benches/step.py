@@ -5,7 +5,8 @@
 One directory with both arms (``rl-parity run --arm both``), or two with one arm each of the same configuration. Medians
 over steps; the first step of each sitting, which warms everything up, is left out. A phase's time is that of the
 slowest process, as the driver sees it. Steps are compared by number; those that sampled other numbers of tokens in the
-two arms are left out and counted, and may not be more than half.
+two arms are left out and counted, and may not be more than half. The page names every native trainer whose steps the
+run holds, as its sittings reported it; of a sitting that did not it says "native (not reported)".
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from statistics import median
 from typing import Any
 
 from rl_contract import ContractError
+from rl_parity.config import RunConfig
+from rl_parity.native import names
 from rl_parity.report_run import PHASES
 from rl_parity.rundir import RunDirectory
 
@@ -33,8 +36,10 @@ def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[
     """
     runs = [RunDirectory(path) for path in paths]
     manifests = [run.manifest() for run in runs]
+    defaults = RunConfig().to_dict()
     for name in _SAME:
-        values = [manifest["config"].get(name) for manifest in manifests]
+        # an older run lacks settings, which then had their defaults
+        values = [{**defaults, **manifest["config"]}[name] for manifest in manifests]
         if any(value != values[0] for value in values):
             raise ContractError(f"the runs differ in {name}: {values}; compare runs of one configuration")
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
@@ -55,8 +60,9 @@ def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[
     strict, native = ([found[arm][n] for n in steps if n not in uneven] for arm in ARMS)
     rows = [_row(phase, strict, native) for phase in PHASES if any(s["seconds"].get(phase) for s in strict + native)]
     rows.append(_row("whole step", strict, native))
-    trainers = {_trainer(run) for run in runs if "native" in run.arms()}
-    return _meta(manifests[0], commit, len(strict), len(uneven), trainers.pop()), rows, _summary(rows, strict, native)
+    # of every sitting: steps of all are in the medians
+    ran = ", then ".join(name for run in runs if "native" in run.arms() for name in names(run))
+    return _meta(manifests[0], commit, len(strict), len(uneven), ran), rows, _summary(rows, strict, native)
 
 
 def _settled(arm: str, manifest: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -80,12 +86,6 @@ def _row(phase: str, strict: Sequence[Mapping[str, Any]], native: Sequence[Mappi
         "peer_us": round(1e6 * theirs, 1),
         "ratio": round(theirs / mine, 3) if mine else 1.0,
     }
-
-
-def _trainer(run: RunDirectory) -> str:
-    """What the native arm's trainer ran, as it reported; older versions had no TransformerEngine and said nothing."""
-    reports = (run.evidence("native").get("reports") or {}).values()
-    return next((r["native"]["name"] for r in reports if r.get("native")), "native (no TransformerEngine)")
 
 
 def _meta(manifest: Mapping[str, Any], commit: str, steps: int, uneven: int, trainer: str) -> dict[str, Any]:

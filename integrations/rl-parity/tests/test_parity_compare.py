@@ -11,6 +11,7 @@ from parity_rundir import write_run
 
 from rl_parity import cli
 from rl_parity.compare import compare_runs
+from rl_parity.config import RunConfig
 from rl_parity.rundir import RunDirectory, StepSamples
 
 
@@ -116,6 +117,36 @@ def test_what_may_differ_is_listed_and_no_difference(runs, path, value, capsys):
 def test_another_layout_is_listed_and_no_difference(tmp_path, name, layout, capsys):
     assert status((write_run(tmp_path / "a"), write_run(tmp_path / "b", **layout))) == 0
     assert f"note: config.{name}: 2 against {next(iter(layout.values()))}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("name", sorted(set(RunConfig().to_dict()) - {"steps", "arm", "train", "rollout"}))
+def test_a_setting_that_an_older_run_lacks_has_its_default(runs, name, side, capsys):
+    held = [run.manifest() for run in runs]
+    held[1 - side]["config"][name] = RunConfig().to_dict()[name]
+    del held[side]["config"][name]
+    for run, manifest in zip(runs, held):
+        run.write_manifest(manifest)
+    assert status(runs) == 0
+    words = (
+        f"note: config.{name}: not said by {runs[side].root}, compared as its default {RunConfig().to_dict()[name]!r}"
+    )
+    assert words in capsys.readouterr().out
+
+
+def test_a_setting_that_one_run_lacks_differs_from_any_value_but_its_default(runs, capsys):
+    edit_manifest(runs[0], "config", "native_operators", value="local")
+    manifest = runs[1].manifest()
+    del manifest["config"]["native_operators"]
+    runs[1].write_manifest(manifest)
+    assert status(runs) == 1
+    assert "setting config.native_operators" in capsys.readouterr().out
+
+
+def test_strict_runs_do_not_differ_by_native_operators(tmp_path):
+    strict = [write_run(tmp_path / name, arms=("strict",)) for name in "ab"]
+    edit_manifest(strict[0], "config", "native_operators", value="local")
+    assert status(strict) == 0
 
 
 def test_a_run_compared_with_itself_is_named(runs, capsys):

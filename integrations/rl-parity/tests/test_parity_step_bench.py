@@ -52,17 +52,45 @@ def test_phases_are_medians_over_settled_steps_and_ratios_are_peer_over_strict(t
     assert step_bench.from_runs([r.root for r in two], "abc")[1] == rows
 
 
-def test_the_page_says_which_native_trainer_it_was(tmp_path):
+def test_the_page_says_which_native_trainers_ran_in_every_sitting(tmp_path):
     run = write_run(tmp_path / "both", steps=4)
-    assert "Megatron-core, native (no TransformerEngine)" in step_bench.from_runs([run.root], "")[0]["method"]
-    name = "native (TransformerEngine 2.14.1)"
-    path = run.root / "native" / "evidence.json"
-    evidence = run.evidence("native")
-    native = {"name": name, "operators": "te", "attention_asked": "auto", "attention_ran": None}
-    evidence["reports"] = {"engine-0/worker-0": {}, "trainer-0": {"native": native, "substitutions": []}}
-    path.write_text(json.dumps(evidence))
-    assert f"Megatron-core, {name}" in step_bench.from_runs([run.root], "")[0]["method"]
-    assert runner._native_notes(RunDirectory(run.root)) == [f"the native arm's trainer is {name}, attention asked auto"]
+
+    def method():
+        return step_bench.from_runs([run.root], "")[0]["method"].partition("Megatron-core, ")[2]
+
+    def write(*entries):
+        *earlier, last = ({"train": {}, "rollout": {}, "missing": [], **entry} for entry in entries)
+        (run.root / "native" / "evidence.json").write_text(json.dumps({**last, "earlier": earlier}))
+
+    def te(version, **more):
+        native = {"name": f"native (TransformerEngine {version})", "operators": "te", "attention_asked": "auto"}
+        return {"reports": {"engine-0/worker-0": {}, "trainer-0": {"native": native, "substitutions": []}}, **more}
+
+    assert method() == "native (not reported)"
+    run.write_manifest({**run.manifest(), "sittings": [{}, {"from_step": {"native": 2}}]})
+    told = [f"native (TransformerEngine {version})" for version in ("2.13.0", "2.14.1")]
+    for numbers in ([{}, {}], [{"sitting": 0}, {"sitting": 1}]):
+        write(te("2.13.0", **numbers[0]), te("2.14.1", **numbers[1]))
+        assert method() == ", then ".join(told)
+        assert runner._native_notes(run) == [
+            f"the native arm's trainer is {name}, attention asked auto" for name in told
+        ]
+        # it did not answer at the end, or was killed
+        write(te("2.14.1", **numbers[0]), {"reports": {}, "missing": ["trainer-0 did not answer"], **numbers[1]})
+        assert method() == f"{told[1]}, then native (not reported)"
+        assert runner._native_notes(run)[-1] == "the native arm's trainer is native (not reported)"
+    write(te("2.14.1", sitting=1))
+    assert method() == f"{told[1]}, then native (not reported)"
+    write({"reports": {"trainer-0": {"native": {"operators": "te"}, "substitutions": []}}, "sitting": 1})
+    assert method() == "native (not reported)"
+
+
+def test_a_trainer_from_before_there_was_transformer_engine_needs_no_report(tmp_path):
+    run = write_run(tmp_path / "both", steps=4)
+    manifest = run.manifest()
+    del manifest["config"]["native_operators"]
+    run.write_manifest(manifest)
+    assert step_bench.from_runs([run.root], "")[0]["method"].endswith("Megatron-core, native (no TransformerEngine)")
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
@@ -91,3 +119,16 @@ def test_steps_of_other_numbers_of_tokens_are_left_out_and_counted(tmp_path):
     assert summary["steps compared"] == 4
     assert "4 steps at equal tokens, 1 of other numbers" in meta["notes"][0]
     assert max(row["peer_us"] for row in rows) < 1e9
+
+
+def test_a_setting_that_an_older_run_lacks_has_its_default(tmp_path):
+    two = [write_run(tmp_path / arm, steps=4, arms=(arm,)) for arm in ("strict", "native")]
+    manifest = two[0].manifest()
+    del manifest["config"]["sleep"], manifest["config"]["eager"]
+    two[0].write_manifest(manifest)
+    assert step_bench.from_runs([run.root for run in two], "")[1]
+    del manifest["config"]["batch"]
+    manifest["config"]["eager"] = True
+    two[0].write_manifest(manifest)
+    with pytest.raises(ContractError, match=r"differ in eager: \[True, False\]"):
+        step_bench.from_runs([run.root for run in two], "")

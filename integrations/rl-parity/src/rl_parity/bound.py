@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_contract import ContractError, Profile
 from rl_parity import shapes
+from rl_parity.config import RunConfig
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
 from rl_parity.manifest import FILES, FORMAT
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, ends_run
@@ -165,7 +166,8 @@ def _problems(
     train, rollout = config["train"], config["rollout"]
     ranks = {"train": train["tp"] * train["cp"], "rollout": rollout["tp"] * rollout["engines"]}
     # prompts go to engines in contiguous shares, of which the last ones may be empty
-    share = -(-config["batch"] // rollout["engines"])
+    batch = config.get("batch", RunConfig.batch)
+    share = -(-batch // rollout["engines"])
     shared = {"train": ranks["train"] > 1, "rollout": rollout["tp"] > 1}
     reports = evidence.get("reports") or {}
     profile = Profile.from_dict(manifest["profile"]) if "profile" in manifest else None
@@ -192,7 +194,7 @@ def _problems(
                 yield from _identity(arm, side, name, report, profile)
             if arm == "strict" and profile is not None:
                 engine = name.removeprefix("engine-").partition("/")[0]
-                idle = side == "rollout" and engine.isdecimal() and int(engine) * share >= config["batch"]
+                idle = side == "rollout" and engine.isdecimal() and int(engine) * share >= batch
                 wanted = set() if idle else set(profile.contracts) & _PACKAGES.keys()
                 yield from _kernels(side, name, rows, wanted if shared[side] else wanted - {"collective"})
     if arm == "strict" and manifest["status"] == "finished" and not any(evidence.get(side) for side in ranks):

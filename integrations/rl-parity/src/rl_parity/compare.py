@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rl_contract import ContractError
-from rl_parity import verify
+from rl_parity import native, verify
+from rl_parity.config import RunConfig
 from rl_parity.manifest import weight_algorithm
 from rl_parity.rundir import MANIFEST, RunDirectory, StepSamples
 
@@ -73,7 +74,9 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
         out.notes.append(f"both are {a.root}: a run equals itself, which proves nothing")
     elif manifests[0]["run_id"] == manifests[1]["run_id"]:
         out.notes.append(f"both have the id {manifests[0]['run_id']}: one may be a copy of the other")
-    _settings(out, *manifests)
+    _settings(out, *manifests, (str(a.root), str(b.root)), native_arm="native" in arms[0] and "native" in arms[1])
+    if "native" in arms[0] and "native" in arms[1] and (ran := [native.names(run) for run in (a, b)])[0] != ran[1]:
+        out.notes.append(f"native trainers: {' against '.join(', then '.join(one) for one in ran)}")
     algorithms = [weight_algorithm(run.root / MANIFEST, m) for run, m in zip((a, b), manifests)]
     named_alike = algorithms[0] == algorithms[1]
     if not named_alike:
@@ -91,16 +94,22 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
     return out
 
 
-def _settings(out: Comparison, a: dict[str, Any], b: dict[str, Any]) -> None:
+def _settings(out: Comparison, a: dict[str, Any], b: dict[str, Any], roots: tuple[str, str], native_arm: bool) -> None:
+    """A setting of the configuration that one side lacks, as older versions wrote none, has its default there."""
+    free = _FREE if native_arm else (*_FREE, "native_operators")
+    defaults = dict(_leaves(RunConfig().to_dict(), "config"))
     for section in (*_SETTINGS, *_INFORMATION):
         x, y = dict(_leaves(a.get(section, _ABSENT), section)), dict(_leaves(b.get(section, _ABSENT), section))
         for name in dict.fromkeys((*x, *y)):
             left, right = x.get(name, _ABSENT), y.get(name, _ABSENT)
             same = _same(left, right)
+            if not same and name in defaults and (name in x) != (name in y):
+                said = right if name in y else left
+                same = _same(said, defaults[name])
+                if same:
+                    out.notes.append(f"{name}: not said by {roots[name in x]}, compared as its default {said!r}")
             text = f"{left!r} against {right!r}"
-            if section in _INFORMATION or (
-                section == "config" and name.split(".")[1:2] and name.split(".")[1] in _FREE
-            ):
+            if section in _INFORMATION or (section == "config" and name.split(".")[1:2] and name.split(".")[1] in free):
                 if not same:
                     out.notes.append(f"{name}: {text}")
             elif same:

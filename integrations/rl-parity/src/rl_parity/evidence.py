@@ -13,11 +13,13 @@ from vime_sync import Publisher
 def write_evidence(directory: RunDirectory, arm: str, fleet: Fleet, patience: float, **more: Any) -> None:
     """What the workers counted. A worker that does not answer leaves a gap, which is written down as such.
 
-    Counts are those of one sitting; what earlier ones counted is kept under ``earlier``. ``more`` is written as it is.
+    Counts are those of one sitting, whose place in the manifest's list is ``sitting``; what earlier ones counted is
+    kept under ``earlier``. ``more`` is written as it is.
     """
     before = directory.evidence(arm)
     earlier = [*(before.pop("earlier", None) or []), before] if before else []
-    evidence: dict[str, Any] = {"train": {}, "rollout": {}, "reports": {}, "missing": [], **more}
+    sitting = max(0, len(directory.manifest().get("sittings") or ()) - 1)
+    evidence: dict[str, Any] = {"sitting": sitting, "train": {}, "rollout": {}, "reports": {}, "missing": [], **more}
     evidence |= {"earlier": earlier} if earlier else {}
     deadline = time.monotonic() + patience
     calls = [(worker, worker.call("report")) for worker in (*fleet.trainers, *fleet.engines)]

@@ -5,14 +5,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rl_contract import ContractError, MissingSupport, Profile, build_profile
-from rl_parity import checkpoint, data, gpus, preflight_cuda
+from rl_parity import checkpoint, data, gpus, native, preflight_cuda
 from rl_parity.config import PLACEMENTS, RunConfig
 from rl_parity.models import hf_config, spec_of
 from rl_parity.models import weight_bytes as built_in_bytes
@@ -54,7 +53,7 @@ class Preflight(ContractError):
 
 
 def versions() -> dict[str, str | None]:
-    """Installed version of each distribution a run needs; None where it is missing."""
+    """Installed version of each distribution a run needs, and of TransformerEngine; None where it is missing."""
     found: dict[str, str | None] = {}
     for name, candidates in REQUIRED.items():
         found[name] = None
@@ -64,14 +63,15 @@ def versions() -> dict[str, str | None]:
                 break
             except metadata.PackageNotFoundError:
                 continue
-    return found
+    return {**found, native.DISTRIBUTION: native.version()}
 
 
-def check(config: RunConfig, *, new_run: bool = True) -> list[str]:
+def check(config: RunConfig, *, new_run: bool = True, going_on: native.Began | None = None) -> list[str]:
     """Every violation of ``config`` on this machine, each naming what was given, what is supported and what to do.
 
     Args:
         new_run: also check that ``config.out`` can take a new run.
+        going_on: of a resumed run, what its native trainer began with.
     """
     if config.device != "cuda":
         found = _checked(config, [options, sampling, _packages, _machine, _disk, _model])
@@ -82,6 +82,7 @@ def check(config: RunConfig, *, new_run: bool = True) -> list[str]:
                 [options, sampling, _packages, _gpus, _machine, _disk, _model],
             )
             found += engines.answer()
+    found += native.violations(config, going_on)
     if new_run:
         refusal = RunDirectory.refusal(config.out) if config.out.strip() else None
         found += [refusal] if refusal else []
@@ -104,14 +105,9 @@ def _guarded(one: Callable[[RunConfig], Iterator[str]], c: RunConfig) -> Iterato
 def _packages(c: RunConfig) -> Iterator[str]:
     found = versions()
     for name, version in found.items():
-        if version is None and not (name == "ray" and c.launcher != "ray"):
+        if version is None and name in REQUIRED and not (name == "ray" and c.launcher != "ray"):
             hint = "; or use --launcher local" if name == "ray" else ""
             yield f"package {name} is not installed; pip install {name}{hint}"
-    if c.native_operators == "te" and c.arm != "strict" and find_spec("transformer_engine") is None:
-        yield (
-            "--native-operators te: package transformer-engine is not installed; pip install --no-build-isolation "
-            "'transformer-engine[pytorch]', or use local or auto"
-        )
     if found["rl-vllm"] is not None:
         plugins = {e.name for e in metadata.entry_points(group="vllm.general_plugins")}
         if "rl_vllm" not in plugins:

@@ -53,6 +53,8 @@ def options(c: RunConfig) -> Iterator[str]:
         yield "--weights ipc: there is no GPU's memory to lend with --device cpu; use host or file"
     if c.native_operators == "te" and c.device == "cpu":
         yield "--native-operators te: TransformerEngine computes on GPUs, not with --device cpu; use local or auto"
+    elif c.native_operators == "te" and c.placement == "shared":
+        yield "--native-operators te: its collectives need a GPU for each rank, not --placement shared; use another"
     if c.native_operators != "auto" and c.arm == "strict":
         yield f"--native-operators {c.native_operators}: --arm strict runs operators of its own; leave it out"
     for name in ("token_budget", "save_every"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
-from rl_parity import bound, preflight_options, state, verify
+from rl_parity import bound, native, preflight_options, state, verify
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.jsonfile import lines, parse, read_text
 from rl_parity.manifest import check_manifest, weight_algorithm
@@ -34,7 +34,7 @@ class Point:
 
 
 def config_of(directory: RunDirectory, given: Mapping[str, Any]) -> RunConfig:
-    """The run's own configuration with what ``given`` may change.
+    """The run's own configuration with what ``given`` may change, and with the native operators that it began with.
 
     Args:
         given: options of the resuming command, by field of ``RunConfig``.
@@ -47,10 +47,13 @@ def config_of(directory: RunDirectory, given: Mapping[str, Any]) -> RunConfig:
     bound.check_format(directory, manifest)
     own = RunConfig.from_dict({**manifest["config"], "out": str(directory.root)})
     problems = [f"its config: {problem}" for problem in preflight_options.options(own)]
+    operators, named = _operators(directory, own, given)
     problems += [
         f"--{name.replace('_', '-')} {_shown(value)} differs from the run's {_shown(getattr(own, name))}"
+        + (named if name == "native_operators" else "")
         for name, value in given.items()
         if name not in (*CHANGEABLE, "out") and value != getattr(own, name)
+        if not (name == "native_operators" and value == operators)
     ]
     if "out" in given and Path(given["out"]).resolve() != directory.root.resolve():
         problems.append(f"--out {given['out']} is another directory than --resume {directory.root}")
@@ -65,7 +68,24 @@ def config_of(directory: RunDirectory, given: Mapping[str, Any]) -> RunConfig:
             f"--resume {directory.root}: {'; '.join(problems)}; a run goes on as it began, only {changeable} may change"
         )
     values = {f.name: getattr(own, f.name) for f in fields(RunConfig)}
-    return RunConfig(**{**values, **changes})
+    return RunConfig(**{**values, **changes, "native_operators": operators})
+
+
+def _operators(directory: RunDirectory, own: RunConfig, given: Mapping[str, Any]) -> tuple[str, str]:
+    """What the native trainer goes on with, and what to add where another one is asked for."""
+    if own.native_operators != "auto" or "native" not in own.arms:
+        return own.native_operators, ""
+    began = native.began(directory)
+    asked: str = given.get("native_operators", "auto")
+    if asked != "auto" and not began.certain:
+        # nothing here knows it better
+        return asked, ""
+    saved = state.latest(directory.root / "native" / "state")
+    if asked == "auto" and saved is not None and saved.step >= given.get("steps", 0):
+        # no trainer of this arm will start
+        return "auto", ""
+    named = f", which its native trainer took for {began.operators}: {began.name}"
+    return began.operators or "auto", named if began.certain else ""
 
 
 def _shown(value: Any) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from rl_contract import ContractError, Profile
-from rl_parity import checkpoint, lock, metrics, preflight, resume
+from rl_parity import checkpoint, lock, metrics, native, preflight, resume
 from rl_parity.bound import file_digests
-from rl_parity.config import RunConfig
+from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.data import load_prompts
 from rl_parity.evidence import write_untold
 from rl_parity.jsonfile import require
@@ -52,7 +52,8 @@ def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) 
     if again:
         # before the checks, which read what another sitting would be writing
         with lock.held(directory.root):
-            if _violated(preflight.check(config, new_run=False)):
+            going_on = native.began(directory) if "native" in config.arms else None
+            if _violated(preflight.check(config, new_run=False, going_on=going_on)):
                 return USAGE
             points = resume.points(directory, config)
             resume.check(directory, config, points)
@@ -110,6 +111,10 @@ def _run(
         # weights keep the digest that they were first named by, and a run without digests of its files gets none:
         # what an earlier sitting left unsaid is not said for it
         del manifest[WEIGHTS], manifest[FILES], manifest[FORMAT]
+        # nor is what the run was asked for: only how it is carried out may be said anew
+        given = config.to_dict()
+        manifest["config"] = {**earlier["config"], **{name: given[name] for name in (*CHANGEABLE, "out")}}
+        manifest[DIGEST] = config_digest(manifest["config"])
     manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES, FORMAT) if key in earlier}
     algorithm = weight_algorithm(directory.root / MANIFEST, manifest)
     status, reason, code = "failed", "", FAILURE
@@ -179,7 +184,7 @@ def _totals(config: RunConfig, arm: str, records: Sequence[Mapping[str, Any]], s
 
 
 def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str, Point]) -> dict[str, Any]:
-    """What earlier sittings left: start, what names weights, their list with this one's start, and each arm's totals.
+    """What earlier sittings left: start, settings, what names weights, their list with this one's, each arm's totals.
 
     Raises:
         ContractError: the run holds other contracts than these packages build.
@@ -206,7 +211,8 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
     totals = directory.summary()["arms"] if (directory.root / SUMMARY).is_file() else {}
     kept = {key: old[key] for key in (WEIGHTS, FORMAT) if key in old}
     kept |= {FILES: {}} if FILES in old else {}
-    return {"started": old.get("started"), "sittings": [*first, sitting], "arms": totals, **kept}
+    told = {"started": old.get("started"), "config": old["config"], "sittings": [*first, sitting]}
+    return {**told, "arms": totals, **kept}
 
 
 def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reason: str) -> None:
@@ -230,16 +236,18 @@ def _finish(directory: RunDirectory, summary: dict[str, Any], status: str, reaso
 
 
 def _native_notes(directory: RunDirectory) -> list[str]:
-    """What the native arm ran, and could not run, of the engines' own operators, as its trainer ranks reported."""
-    reports = directory.evidence("native").get("reports") or {}
-    ran = [native for report in reports.values() if (native := report.get("native"))]
-    found = [s for report in reports.values() for s in report.get("substitutions") or []]
+    """What the native arm ran, and could not run, of the engines' own operators, as reported in all sittings."""
+    if not (directory.root / "native").is_dir():
+        return []
     notes = [
-        f"the native arm's trainer is {native['name']}"
-        + "".join(f", attention {kind} {how}" for kind in ("asked", "ran") if (how := native.get(f"attention_{kind}")))
-        for native in ran
+        f"the native arm's trainer is {ran['name']}"
+        + "".join(f", attention {kind} {how}" for kind in ("asked", "ran") if (how := ran.get(f"attention_{kind}")))
+        for ran in native.reports(directory)
     ]
-    notes += [f"native arm runs {s['used']} instead of {s['stock']}: {s['why']}" for s in found]
+    notes += [
+        f"native arm runs {s.get('used')} instead of {s.get('stock')}: {s.get('why')}"
+        for s in native.substitutions(directory)
+    ]
     return list(dict.fromkeys(notes))
 
 

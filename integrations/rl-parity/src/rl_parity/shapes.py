@@ -108,5 +108,6 @@ _sitting_evidence = _fields(
     missing=_list(_text),
     saves=_list(_save),
     weights=_mapping,
+    sitting=_step,
 )
 _sitting = _fields(from_step=_by_name(_step), done_again=_by_name(_list(_mapping)))
