@@ -77,7 +77,7 @@ def machine(arm: Arm) -> str:
     hardware = manifest.get("hardware") or {}
     where = f"{len(gpus)} x {', '.join(names)}" if gpus else f"{hardware.get('processor', 'CPU')}, no GPU"
     where += f", driver {', '.join(drivers)}" if drivers else ""
-    versions = ", ".join(f"{name} {version}" for name, version in (manifest.get("versions") or {}).items())
+    versions = ", ".join(f"{name} {version}" for name, version in (manifest.get("versions") or {}).items() if version)
     return f"{where}; {versions}; started {manifest.get('started')}."
 
 

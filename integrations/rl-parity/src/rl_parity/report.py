@@ -331,7 +331,7 @@ def _contracts(manifest: Mapping[str, Any], strict: Mapping[str, Any]) -> str:
 
 def _provenance(manifest: Mapping[str, Any]) -> str:
     rows: list[tuple[str, str]] = [("command", " ".join(manifest.get("command", [])))]
-    rows += [(name, str(version)) for name, version in manifest.get("versions", {}).items()]
+    rows += [(name, str(version or "not installed")) for name, version in manifest.get("versions", {}).items()]
     rows += [(name, str(value)) for name, value in manifest.get("hardware", {}).items()]
     rows += [(f"sampling {name}", str(value)) for name, value in manifest.get("sampling", {}).items()]
     rows += [("not covered", text) for text in manifest.get("notes", [])]
