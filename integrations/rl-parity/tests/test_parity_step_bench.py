@@ -79,6 +79,11 @@ def test_the_page_says_which_native_trainers_ran_in_every_sitting(tmp_path):
         write(te("2.14.1", **numbers[0]), {"reports": {}, "missing": ["trainer-0 did not answer"], **numbers[1]})
         assert method() == f"{told[1]}, then native (not reported)"
         assert runner._native_notes(run)[-1] == "the native arm's trainer is native (not reported)"
+    # an older manifest may not list its sittings
+    run.write_manifest({**run.manifest(), "sittings": None})
+    write(te("2.14.1"), {"reports": {}, "missing": ["trainer-0 did not answer"]})
+    assert method() == f"{told[1]}, then native (not reported)"
+    run.write_manifest({**run.manifest(), "sittings": [{}, {"from_step": {"native": 2}}]})
     write(te("2.14.1", sitting=1))
     assert method() == f"{told[1]}, then native (not reported)"
     write({"reports": {"trainer-0": {"native": {"operators": "te"}, "substitutions": []}}, "sitting": 1})

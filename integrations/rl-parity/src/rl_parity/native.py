@@ -102,7 +102,8 @@ def _silent(run: RunDirectory, manifest: Mapping[str, Any], entries: Sequence[Ma
         return any(start < end and i not in numbered for i, (start, end) in enumerate(zip(starts, ends)))
     # older evidence does not say which sitting it is of: each that may have trained needs one
     told = sum(bool(_said(entry)) for entry in unnumbered)
-    return told < sum(start < total and i not in numbered for i, start in enumerate(starts))
+    needed = sum(start < total and i not in numbered for i, start in enumerate(starts))
+    return told < max(needed, len(unnumbered))
 
 
 def _located() -> ModuleSpec | None:
