@@ -1,17 +1,34 @@
 """What a process with TransformerEngine on its path computes; ``tests/fake_te`` stands in for it on a CPU.
 
-python te_worker.py OUT.pt
+python te_worker.py OUT.pt [--hidden]: with ``--hidden`` there is no TransformerEngine, whatever is installed
 """
 
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from rl_megatron import ParallelConfig, build_model, export_hf, group_advantages, grpo_loss, native, te, topology
+if "--hidden" in sys.argv:
+    # what Python takes for a package that is not there
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+
+from rl_megatron import (
+    ParallelConfig,
+    build_model,
+    export_hf,
+    group_advantages,
+    grpo_loss,
+    megatron_optimizer,
+    native,
+    te,
+    topology,
+)
 from rl_megatron.batch import PackedBatch
 from rl_megatron.checkpoint import load_tensors
 from rl_megatron.cpu_device import cpu_device
@@ -61,9 +78,57 @@ def step(tiny: Any, mode: Any, operators: Any = "auto", tied: bool = False) -> d
             name: getattr(model.config, name)
             for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
         },
-        "report": te.report(model.rl.native_operators) if mode == "native" else None,
+        "report": te.report(model.rl.native_operators, model.rl.native_fallback) if mode == "native" else None,
         "substitutions": native.native_substitutions(model.rl.native_operators) if mode == "native" else None,
         "built": model.rl.native_operators,
+    }
+
+
+class CpuForCuda(TorchFunctionMode):
+    """Puts on the CPU what is asked for CUDA, and calls it by the name that Megatron's optimizer asks tensors for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        found = func(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if func is torch.Tensor.type and len(args) == 1 else found
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Lets Megatron's optimizer run on a CPU."""
+    held, megatron_optimizer.device = megatron_optimizer.device, lambda: torch.device("cuda")  # type: ignore[assignment]
+    try:
+        with cpu_device(), CpuForCuda():
+            yield
+    finally:
+        megatron_optimizer.device = held
+
+
+def megatron_step(tiny: Any, mode: Any, operators: Any = "auto", distributed: bool = False) -> dict[str, Any]:
+    """Two steps of Megatron's own optimizer on made-up gradients: what it is made of, and the weights after them."""
+    config = tiny.tiny_config()
+    model = build_model(config, tiny.tiny_profile(config), ParallelConfig(), mode=mode, native_operators=operators)
+    load_tensors(model, tiny.tiny_tensors(config))
+    with as_on_a_gpu():
+        settings = OptimizerConfig(kind="megatron", lr=1e-2, weight_decay=0.1, clip_grad=0.5, distributed=distributed)
+        optimizer: Any = make_optimizer(model, settings)
+        figures = []
+        for seed in range(2):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(seed)
+            for _, parameter in sorted(model.named_parameters()):
+                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+            figures.append(optimizer.step())
+        optimizer.load_state_dict(optimizer.state_dict())
+    return {
+        "ran": optimizer.ran(),
+        "figures": figures,
+        "after": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "calls": dict(getattr(sys.modules.get("transformer_engine.pytorch.optimizers"), "CALLS", {})),
     }
 
 
@@ -78,11 +143,21 @@ def main(out: str) -> None:
     torch.set_num_threads(1)
     topology.start(0, ParallelConfig(), f"file://{tempfile.mkdtemp()}/init")
     found: dict[str, Any] = {"HAVE_TE": HAVE_TE, "strict": step(tiny, "strict")}
+    own = found["megatron's optimizer"] = {
+        "strict": megatron_step(tiny, "strict"),
+        "strict distributed": megatron_step(tiny, "strict", distributed=True),
+        "local": megatron_step(tiny, "native", "local"),
+    }
+    if "--hidden" in sys.argv:
+        topology.stop()
+        torch.save(found, out)
+        return
     found["auto on a CPU"] = step(tiny, "native")
     # the stand-in needs no GPU
-    te.resolve = lambda operators, **_: "local" if operators == "local" else "te"  # type: ignore[assignment]
+    te.choose = lambda operators, **_: te.Choice("local" if operators == "local" else "te")  # type: ignore[assignment]
     found["te"], found["te tied"] = step(tiny, "native", "te"), step(tiny, "native", "te", tied=True)
     found["local tied"] = step(tiny, "native", "local", tied=True)
+    own["te"] = megatron_step(tiny, "native", "te")
     topology.stop()
     torch.save(found, out)
 

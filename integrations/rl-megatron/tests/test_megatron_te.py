@@ -1,16 +1,19 @@
 """TransformerEngine installed: the native arm runs it or says why not, the strict arm keeps its bits."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rl_contract import ContractError, MissingSupport
-from rl_megatron import ParallelConfig, TrainerRank, build_model, native_substitutions, te
+from rl_megatron import ParallelConfig, TrainerRank, build_model, native_substitutions, te, topology
 
 HERE = Path(__file__).parent
 FUSED = {
@@ -19,19 +22,35 @@ FUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def beside_te(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What ``te_worker.py`` computes in a process that finds the stand-in of ``fake_te``."""
-    out = tmp_path_factory.mktemp("te") / "out.pt"
-    path = os.pathsep.join([str(HERE / "fake_te"), *filter(None, [os.environ.get("PYTHONPATH")])])
+def run_worker(out: Path, *arguments: str, installed: bool) -> Any:
+    stand_in = [str(HERE / "fake_te")] if installed else []
+    path = os.pathsep.join([*stand_in, *filter(None, [os.environ.get("PYTHONPATH")])])
     # what Megatron has torch compile runs as it is written
     env = {**os.environ, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-W", "ignore", str(HERE / "te_worker.py"), str(out)]
+    command = [sys.executable, "-W", "ignore", str(HERE / "te_worker.py"), str(out), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     found = torch.load(out)
-    assert found["HAVE_TE"]
+    assert bool(found["HAVE_TE"]) == installed
     return found
+
+
+@pytest.fixture(scope="module")
+def beside_te(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What ``te_worker.py`` computes in a process that finds the stand-in of ``fake_te``."""
+    return run_worker(tmp_path_factory.mktemp("te") / "out.pt", installed=True)
+
+
+@pytest.fixture(scope="module")
+def without_te(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What its strict arm, and Megatron's own optimizer, compute in a process without one, whatever is installed."""
+    return run_worker(tmp_path_factory.mktemp("te") / "out.pt", "--hidden", installed=False)
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine is not there, whatever is installed."""
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
 
 
 def local_name(name: str) -> str:
@@ -40,11 +59,8 @@ def local_name(name: str) -> str:
     return name
 
 
-def test_strict_has_the_same_bits_where_transformer_engine_is_installed(
-    beside_te: Any, one_rank: None, tiny: Any
-) -> None:
-    assert "transformer_engine" not in sys.modules
-    here, there = tiny.load("te_worker").step(tiny, "strict"), beside_te["strict"]
+def test_strict_has_the_same_bits_where_transformer_engine_is_installed(beside_te: Any, without_te: Any) -> None:
+    here, there = without_te["strict"], beside_te["strict"]
     assert here["classes"] == there["classes"]
     assert not any(there["config"].values())
     assert torch.equal(here["logprobs"], there["logprobs"])
@@ -52,6 +68,58 @@ def test_strict_has_the_same_bits_where_transformer_engine_is_installed(
         assert here[kind].keys() == there[kind].keys()
         assert all(torch.equal(here[kind][name], there[kind][name]) for name in here[kind])
     assert here["grad_norm"] == there["grad_norm"]
+
+
+@pytest.mark.parametrize("arm", ["strict", "strict distributed", "local"])
+def test_megatrons_optimizer_runs_nothing_of_transformer_engine_but_in_the_te_arm(
+    beside_te: Any, without_te: Any, arm: str
+) -> None:
+    here, there = (found["megatron's optimizer"][arm] for found in (without_te, beside_te))
+    assert not there["calls"]
+    assert here["ran"] == there["ran"]
+    assert there["ran"] == {
+        "class": "rl_megatron.megatron_optimizer.MegatronOptimizer",
+        "update": "torch.optim.adamw.AdamW",
+        "norm": "megatron.core.utils.local_multi_tensor_l2_norm",
+        "clip": "megatron.core.utils.local_multi_tensor_scale",
+    }
+    assert here["figures"] == there["figures"]
+    # norm and clip ran
+    assert all(0 < step["clip_coef"] < 1 for step in there["figures"])
+    assert all(torch.equal(here["after"][name], there["after"][name]) for name in here["after"])
+
+
+def test_megatrons_optimizer_of_the_te_arm_is_reported_with_what_it_runs(beside_te: Any) -> None:
+    found, home = beside_te["megatron's optimizer"]["te"], "transformer_engine.pytorch.optimizers."
+    assert found["ran"]["update"] == home + "FusedAdam"
+    assert (found["ran"]["norm"], found["ran"]["clip"]) == (home + "multi_tensor_l2norm", home + "multi_tensor_scale")
+    assert found["calls"] == {
+        "FusedAdam": 2,
+        "multi_tensor_l2norm": 2,
+        "multi_tensor_scale": 2,
+        "multi_tensor_applier": 4,
+    }
+
+
+def test_a_foreign_name_of_megatrons_optimizer_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.optimizer import clip_grads
+
+    from rl_megatron import own_optimizer
+
+    held = clip_grads.l2_norm_impl
+    foreign = type("Scale", (), {"__module__": "transformer_engine_torch"})
+    for value in (foreign, foreign()):
+        monkeypatch.setattr(clip_grads, "new_scale_impl", value, raising=False)
+        with pytest.raises(MissingSupport, match=r"clip_grads has new_scale_impl .* use kind='strict'"):
+            with own_optimizer.pinned():
+                pytest.fail("entered")
+        assert clip_grads.l2_norm_impl is held
+    monkeypatch.delattr(clip_grads, "new_scale_impl")
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", foreign)
+    with pytest.raises(ZeroDivisionError), own_optimizer.pinned():
+        assert clip_grads.l2_norm_impl is own_optimizer.local_multi_tensor_l2_norm
+        raise ZeroDivisionError
+    assert clip_grads.l2_norm_impl is foreign
 
 
 @pytest.mark.parametrize(("te_arm", "local_arm"), [("te", "auto on a CPU"), ("te tied", "local tied")])
@@ -86,7 +154,7 @@ def test_te_arm_runs_megatrons_own_fused_modules(beside_te: Any) -> None:
 
 
 def test_every_arm_gives_back_the_weights_it_was_given(beside_te: Any) -> None:
-    arms = [arm for arm in beside_te.values() if isinstance(arm, dict)]
+    arms = [arm for arm in beside_te.values() if isinstance(arm, dict) and "round trip" in arm]
     assert len(arms) == 5
     assert all(arm["round trip"] for arm in arms)
 
@@ -97,16 +165,26 @@ def test_reports_say_what_really_ran(beside_te: Any) -> None:
     assert report["attention_asked"] == "auto: NVTE_FLASH_ATTN=1, NVTE_FUSED_ATTN=1, NVTE_UNFUSED_ATTN=1"
     assert not any("attention" in s["stock"] for s in beside_te["te"]["substitutions"])
     local = beside_te["auto on a CPU"]
-    assert local["report"] == {"name": "native (no TransformerEngine)", "operators": "local"}
+    assert local["report"] == {
+        "name": "native (no TransformerEngine)",
+        "operators": "local",
+        "fallback": "device='cpu', TransformerEngine supports: 'cuda'",
+    }
+    # which was asked for
+    assert "fallback" not in beside_te["local tied"]["report"]
     assert local["substitutions"] == native_substitutions() == native_substitutions("local")
     assert any("DotProductAttention" in s["stock"] for s in local["substitutions"])
 
 
-def test_te_is_refused_by_name_where_it_cannot_serve(one_rank: None, tiny: Any) -> None:
+def test_te_is_refused_by_name_where_it_cannot_serve(one_rank: None, hidden: None, tiny: Any) -> None:
     gpu = {"device": "cuda", "dtype": "bfloat16"}
     with pytest.raises(MissingSupport, match=r"needs TransformerEngine, and no package .* pip install .* or 'auto'"):
         te.resolve("te", **gpu)
     assert te.resolve("auto", **gpu) == te.resolve("local", **gpu) == "local"
+    assert te.choose("auto", **gpu).fallback == (
+        "TransformerEngine can't be used, and no package transformer_engine is installed"
+    )
+    assert te.choose("local", **gpu).fallback is None
     for wrong, words in (
         ({"device": "cpu"}, "device='cpu'"),
         ({"dtype": "float32"}, "float32"),
@@ -120,16 +198,31 @@ def test_te_is_refused_by_name_where_it_cannot_serve(one_rank: None, tiny: Any) 
         ("native", "te", "device='cpu', TransformerEngine supports: 'cuda'"),
         ("native", "fused", "native_operators='fused', supported: 'auto', 'te', 'local'"),
         ("strict", "te", "native_operators='te' with mode='strict'"),
+        ("native", np.array(["auto", "te"]), r"native_operators=array\(\['auto', 'te'\]"),
+        ("native", np.array("local"), r"native_operators=array\('local'"),
+        ("native", ["local"], r"native_operators=\['local'\]"),
+        (np.array(["strict", "native"]), "auto", r"mode=array\("),
     ):
         with pytest.raises(ContractError, match=words):
             build_model(config, profile, ParallelConfig(), mode=mode, native_operators=operators)  # type: ignore[arg-type]
 
 
-def test_a_trainer_refuses_te_before_it_joins_a_world(tiny: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operators", ["auto", "fused", None, ["te"], np.array(["te", "local"])])
+def test_substitutions_of_operators_that_never_run_are_refused(operators: Any) -> None:
+    with pytest.raises(ContractError, match=r"operators=.*supported: 'te', 'local'; give model\.rl"):
+        native_substitutions(operators)
+
+
+def test_a_trainer_refuses_te_before_it_joins_a_world(hidden: None, tiny: Any, tmp_path: Path) -> None:
     config = tiny.tiny_config()
     folder = tiny.write_folder(tmp_path / "model", config, tiny.tiny_tensors(config))
     rest: dict[str, Any] = {"rank": 0, "hf_path": folder, "profile": tiny.tiny_profile(config)}
-    for kind in ({"mode": "strict", "native_operators": "local"}, {"mode": "native", "native_operators": None}):
+    for kind in (
+        {"mode": "strict", "native_operators": "local"},
+        {"mode": "native", "native_operators": None},
+        {"mode": "native", "native_operators": np.array(["te", "auto"])},
+        {"mode": np.array(["native", "strict"]), "native_operators": np.array("te")},
+    ):
         with pytest.raises(ContractError, match="native_operators="):
             TrainerRank(init_method="file:///nowhere", **rest, **kind)
     # a world is not asked for, which the address would hang in
@@ -138,13 +231,94 @@ def test_a_trainer_refuses_te_before_it_joins_a_world(tiny: Any, tmp_path: Path)
         trainer.init()
 
 
-def test_a_broken_installation_is_told_with_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_an_installation_that_broke_after_megatron_was_imported_is_told_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forget(monkeypatch)
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('libcudnn.so.9: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MissingSupport, match=r"importing it fails with OSError: libcudnn\.so\.9"):
         te.resolve("te", device="cuda", dtype="bfloat16")
+    chosen = te.choose("auto", device="cuda", dtype="bfloat16")
+    assert chosen.operators == "local"
+    assert "importing it fails with OSError: libcudnn.so.9" in str(chosen.fallback)
+
+
+def test_a_module_that_stands_in_for_it_is_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    with pytest.raises(MissingSupport, match="a module without __spec__"):
+        te.resolve("te", device="cuda", dtype="bfloat16")
     assert te.resolve("auto", device="cuda", dtype="bfloat16") == "local"
+
+
+BROKEN = {
+    "OSError": "raise OSError('libcudnn.so.9: cannot open')",
+    "ImportError": "raise ImportError('undefined symbol')",
+    "AssertionError": "raise AssertionError('torch 2.9 wanted')",
+    "RuntimeError": "raise RuntimeError('no driver')",
+    "AttributeError": "import torch\ntorch.no_such_thing",
+    "namespace": None,
+    "no version": "",
+    "no pytorch": "__version__ = '2.14.1'",
+}
+
+
+@pytest.fixture(scope="module")
+def imports(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """How the import of ``TrainerRank`` ended beside each of ``BROKEN``: the error's class and words."""
+    folder, out = tmp_path_factory.mktemp("broken"), tmp_path_factory.mktemp("said") / "out.json"
+    for case, text in BROKEN.items():
+        (folder / case / "transformer_engine").mkdir(parents=True)
+        if text is not None:
+            (folder / case / "transformer_engine" / "__init__.py").write_text(text)
+    (folder / "megatron itself" / "megatron").mkdir(parents=True)
+    (folder / "megatron itself" / "megatron" / "__init__.py").write_text("import torch\ntorch.no_such_thing")
+    command = [sys.executable, "-W", "ignore", str(HERE / "broken_te_worker.py"), str(folder), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_installation_is_named_where_megatron_is_first_imported(imports: Any, case: str) -> None:
+    kind, words = imports[case]
+    assert kind == "MissingSupport"
+    assert words.startswith("rl_megatron.TrainerRank: megatron-core imports TransformerEngine, whose installation (")
+    assert f"{case}/transformer_engine" in words
+    said = {
+        "AttributeError": "has no attribute 'no_such_thing'",
+        "namespace": "transformer",
+        "no version": "transformer",
+    }
+    expected = (BROKEN[case] or "").partition("('")[2].rstrip("')")
+    assert (said.get(case) or expected or "No module named 'transformer_engine.pytorch'") in words
+    assert "pip uninstall transformer-engine" in words
+
+
+def test_an_error_of_an_attribute_inside_a_module_is_not_taken_for_a_missing_name(imports: Any) -> None:
+    kind, words = imports["megatron itself"]
+    assert kind == "ImportError"
+    assert words.startswith("importing rl_megatron.trainer failed: AttributeError: module 'torch' has no attribute")
+
+
+def test_a_cut_that_the_process_was_not_started_with_is_refused(one_rank: None, tiny: Any) -> None:
+    config = tiny.tiny_config()
+    for wrong, words in (
+        (ParallelConfig(tp=2), r"parallel=ParallelConfig\(tp=2, cp=1\), this process was started with .*tp=1, cp=1"),
+        ({"tp": 1}, "parallel={'tp': 1}, supported: a ParallelConfig"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            build_model(config, tiny.tiny_profile(config), wrong)
+        if not isinstance(wrong, ParallelConfig):
+            with pytest.raises(ContractError, match=words):
+                topology.start(0, wrong, "file:///nowhere")
 
 
 def test_a_strict_model_with_a_module_of_transformer_engine_is_refused() -> None:

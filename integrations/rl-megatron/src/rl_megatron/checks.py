@@ -18,6 +18,13 @@ def instance_problem(name: str, value: object, kind: type) -> str | None:
     return None if isinstance(value, kind) else f"{name}={value!r:.80}, supported: a {kind.__name__}"
 
 
+def choice_problem(name: str, value: object, known: Sequence[str]) -> str | None:
+    """What is wrong with a value that must be one of these strings; an array of them is none."""
+    if isinstance(value, str) and value in known:
+        return None
+    return f"{name}={value!r:.80}, supported: {', '.join(map(repr, known))}"
+
+
 def sequence_problem(name: str, values: object, each: str) -> str | None:
     """What is wrong with what must have a length and an order; ``each`` says what its entries are."""
     if isinstance(values, (np.ndarray, Tensor)) and values.ndim > 0:

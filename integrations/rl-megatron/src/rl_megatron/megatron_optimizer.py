@@ -1,10 +1,12 @@
 """Megatron-core's own optimizer (fp32 masters, Adam, its distributed form) behind the calls of ``StrictOptimizer``.
 
 Strict operators add to the ``main_grad`` of Megatron's gradient buffer; its order of addition over ranks, its gradient
-norm and its Adam are Megatron's, so weights after a step are equal run to run, not over layouts.
+norm and its Adam are Megatron's, so weights after a step are equal run to run, not over layouts. Adam is torch's, norm
+and clip are Megatron's functions, except in the native arm on TransformerEngine, which takes that package's.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from rl_contract import MissingSupport
-from rl_megatron import te, topology
+from rl_megatron import own_optimizer, te, topology
 from rl_megatron.cpu_device import device
 from rl_megatron.optimizer import OptimizerConfig, is_head_norm
 
@@ -24,7 +26,8 @@ class MegatronOptimizer:
     """``get_megatron_optimizer`` over the model in Megatron's DistributedDataParallel; GPUs only.
 
     Raises:
-        MissingSupport: on a CPU, where Megatron's optimizer asks for CUDA tensors.
+        MissingSupport: on a CPU, where Megatron's optimizer asks for CUDA tensors; a megatron-core whose optimizer
+            can't be kept from TransformerEngine or Apex.
     """
 
     def __init__(self, model: GPTModel, config: OptimizerConfig) -> None:
@@ -58,7 +61,17 @@ class MegatronOptimizer:
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=config.distributed,
         )
-        self._optimizer = get_megatron_optimizer(settings, [self._wrapped], use_gloo_process_groups=False)
+        with self._own():
+            self._optimizer = get_megatron_optimizer(settings, [self._wrapped], use_gloo_process_groups=False)
+            self._ran = own_optimizer.what_runs(self._optimizer)
+
+    def _own(self) -> AbstractContextManager[None]:
+        with_te = self._wrapped.module.rl.native_operators == "te"
+        return nullcontext() if with_te else own_optimizer.pinned()
+
+    def ran(self) -> dict[str, str]:
+        """As ``Optimizer.ran``, and the class of the update, the functions of norm and clip."""
+        return {"class": own_optimizer.qualified(type(self)), **self._ran}
 
     def zero_grad(self) -> None:
         self._wrapped.zero_grad_buffer()
@@ -75,7 +88,8 @@ class MegatronOptimizer:
             for name, parameter in self._wrapped.module.named_parameters():
                 if is_head_norm(name):
                     topology.native_sum_(parameter.main_grad, tp)
-        updated, norm, _ = self._optimizer.step()
+        with self._own():
+            updated, norm, _ = self._optimizer.step()
         norm = float(norm)
         self.steps += int(updated)
         clip = self.config.clip_grad
@@ -83,8 +97,10 @@ class MegatronOptimizer:
         return {"grad_norm": norm, "clip_coef": coef, "skipped": not updated}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "megatron": self._optimizer.state_dict()}
+        with self._own():
+            return {"steps": self.steps, "megatron": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = int(state["steps"])
-        self._optimizer.load_state_dict(state["megatron"])
+        with self._own():
+            self._optimizer.load_state_dict(state["megatron"])

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,6 +15,7 @@ from rl_contract import ContractError, MissingSupport, Profile
 from rl_gemm.gpu import arch as gpu_arch
 from rl_logprob import padded_vocab_size
 from rl_megatron import layers, spec, te, topology
+from rl_megatron.checks import choice_problem, sequence_problem
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device, device
 
@@ -35,6 +37,8 @@ class Built:
     padded_vocab: int
     recompute: Recompute = "none"
     native_operators: Literal["te", "local"] | None = None
+    native_fallback: str | None = None
+    """Why ``auto`` took ``local``."""
 
 
 def build_model(
@@ -63,8 +67,9 @@ def build_model(
     """
     config = ModelConfig.from_hf(hf_config)
     config.check(profile, parallel)
-    if mode not in ("strict", "native"):
-        raise ContractError(f"mode={mode!r}, supported: 'strict', 'native'")
+    _check_topology(parallel)
+    if problem := choice_problem("mode", mode, ("strict", "native")):
+        raise ContractError(problem)
     if profile.settings.dtype not in DTYPES:
         raise ContractError(f"dtype={profile.settings.dtype!r}, supported by the trainer: {sorted(DTYPES)}")
     if problem := te.option_problem(native_operators, mode):
@@ -74,7 +79,8 @@ def build_model(
     _check_recompute(recompute, recompute_modules, place)
     dtype = DTYPES[profile.settings.dtype]
     strict = mode == "strict"
-    operators = None if strict else _operators(native_operators, place, profile)
+    chosen = None if strict else _choose(native_operators, place, profile)
+    operators = None if chosen is None else chosen.operators
     if operators == "te":
         te.name_random_state()
     padded = (
@@ -114,6 +120,7 @@ def build_model(
         padded_vocab=padded,
         recompute=recompute,
         native_operators=operators,
+        native_fallback=None if chosen is None else chosen.fallback,
     )
     return model
 
@@ -154,9 +161,9 @@ def _mark_shard(name: str, parameter: torch.nn.Parameter) -> None:
         set_tensor_model_parallel_attributes(parameter, True, dim, 2 if "linear_fc1" in name else 1)
 
 
-def _operators(wanted: str, place: torch.device, profile: Profile) -> Literal["te", "local"]:
+def _choose(wanted: str, place: torch.device, profile: Profile) -> te.Choice:
     staged = any(transport != "nccl" for transport in topology.transports().values())
-    return te.resolve(wanted, device=place.type, dtype=profile.settings.dtype, staged=staged)
+    return te.choose(wanted, device=place.type, dtype=profile.settings.dtype, staged=staged)
 
 
 def _pad(size: int, multiple: int) -> int:
@@ -195,9 +202,24 @@ def _check_device(place: torch.device, profile: Profile, mode: Mode) -> None:
         )
 
 
+def _check_topology(parallel: ParallelConfig) -> None:
+    if not parallel_state.model_parallel_is_initialized():
+        raise ContractError("build_model: this process has no parallel state; call topology.start() first")
+    started = ParallelConfig(
+        tp=parallel_state.get_tensor_model_parallel_world_size(), cp=parallel_state.get_context_parallel_world_size()
+    )
+    if parallel != started:
+        raise ContractError(
+            f"build_model: parallel={parallel}, this process was started with {started}; give both the same"
+        )
+
+
 def _check_recompute(recompute: str, modules: Sequence[str], place: torch.device) -> None:
-    unknown = sorted(set(modules) - set(RECOMPUTE_MODULES))
-    if recompute not in ("none", "full", "selective") or unknown or not modules:
+    known = ("none", "full", "selective")
+    if problem := sequence_problem("recompute_modules", modules, "names"):
+        raise ContractError(problem)
+    unknown = [module for module in modules if choice_problem("", module, RECOMPUTE_MODULES)]
+    if choice_problem("recompute", recompute, known) or unknown or not len(modules):
         raise ContractError(
             f"recompute={recompute!r} of {list(modules)}; supported: 'none', 'full', or 'selective' of some of "
             f"{RECOMPUTE_MODULES}"

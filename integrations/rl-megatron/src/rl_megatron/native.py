@@ -19,6 +19,7 @@ from rl_contract import ContractError
 from rl_contract.devices import to_device
 from rl_megatron import topology
 from rl_megatron.batch import PackedBatch, StrictPackedSeqParams
+from rl_megatron.checks import choice_problem
 from rl_megatron.cpu_device import device
 
 # below this mean length many short calls cost more than the faster kernel gains
@@ -30,7 +31,12 @@ def native_substitutions(operators: str = "local") -> list[dict[str, str]]:
 
     Args:
         operators: ``te`` or ``local``, as ``model.rl.native_operators`` says.
+
+    Raises:
+        ContractError: another value; ``auto`` is none that runs.
     """
+    if problem := choice_problem("operators", operators, ("te", "local")):
+        raise ContractError(f"native_substitutions: {problem}; give model.rl.native_operators")
     on_cpu = device().type == "cpu"
     attention = [
         {
@@ -44,7 +50,8 @@ def native_substitutions(operators: str = "local") -> list[dict[str, str]]:
         *(attention if operators == "local" else []),
         {
             "stock": "megatron.core.optimizer (Apex or TransformerEngine fused Adam)",
-            "used": "rl_megatron.StrictOptimizer, unless OptimizerConfig(kind='megatron')",
+            "used": "rl_megatron.StrictOptimizer, unless OptimizerConfig(kind='megatron')"
+            + ("" if operators == "te" else ", and there torch's Adam with Megatron's own norm and clip"),
             "why": "one optimizer in both arms, so that only operators differ",
         },
     ]

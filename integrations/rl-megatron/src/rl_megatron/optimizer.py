@@ -75,6 +75,10 @@ class Optimizer(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def ran(self) -> dict[str, str]:
+        """What updates the weights, by module and name; ``class`` is the optimizer's own."""
+        ...
+
 
 def make_optimizer(model: GPTModel, config: OptimizerConfig) -> Optimizer:
     """The optimizer that ``config.kind`` names.
@@ -245,6 +249,10 @@ class StrictOptimizer:
                 for n, s in self._states.items()
             },
         }
+
+    def ran(self) -> dict[str, str]:
+        """See ``Optimizer.ran``."""
+        return {"class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ContractError where names or shapes differ, before anything is written."""

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from traceback import walk_tb
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from rl_contract import ContractError, MissingSupport
+from rl_megatron.checks import choice_problem
 
 NativeOperators = Literal["auto", "te", "local"]
 """``te`` is Megatron's TransformerEngine spec, ``local`` its own modules, ``auto`` the first where it can serve."""
@@ -24,14 +26,21 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 def option_problem(operators: object, mode: str) -> str | None:
     """What is wrong with the option by itself; None where nothing is."""
-    if operators not in NATIVE_OPERATORS:
-        return f"native_operators={operators!r}, supported: {', '.join(map(repr, NATIVE_OPERATORS))}"
+    if problem := choice_problem("native_operators", operators, NATIVE_OPERATORS):
+        return problem
     if mode == "strict" and operators != "auto":
         return f"native_operators={operators!r} with mode='strict', which runs its own; leave it out"
     return None
 
 
-def resolve(operators: str, *, device: str, dtype: str, staged: bool = False) -> Literal["te", "local"]:
+class Choice(NamedTuple):
+    """Which operators run, and why ``auto`` did not take TransformerEngine's; None where it was not asked or did."""
+
+    operators: Literal["te", "local"]
+    fallback: str | None = None
+
+
+def choose(operators: str, *, device: str, dtype: str, staged: bool = False) -> Choice:
     """Which operators the native arm runs.
 
     Args:
@@ -46,7 +55,7 @@ def resolve(operators: str, *, device: str, dtype: str, staged: bool = False) ->
     if problem := option_problem(operators, "native"):
         raise ContractError(problem)
     if operators == "local":
-        return "local"
+        return Choice("local")
     unfit = None
     if device != "cuda":
         unfit = f"device={device!r}, TransformerEngine supports: 'cuda'"
@@ -56,9 +65,9 @@ def resolve(operators: str, *, device: str, dtype: str, staged: bool = False) ->
         unfit = "ranks that share a GPU, its collectives support: NCCL, a GPU for each rank"
     missing = missing_part() if unfit is None else None
     if unfit is None and missing is None:
-        return "te"
+        return Choice("te")
     if operators == "auto":
-        return "local"
+        return Choice("local", unfit or f"TransformerEngine can't be used, {missing}")
     if unfit is not None:
         raise ContractError(f"native_operators='te' with {unfit}; use 'local', or 'auto'")
     raise MissingSupport(
@@ -67,9 +76,18 @@ def resolve(operators: str, *, device: str, dtype: str, staged: bool = False) ->
     )
 
 
+def resolve(operators: str, *, device: str, dtype: str, staged: bool = False) -> Literal["te", "local"]:
+    """The operators of ``choose``, with its arguments and errors."""
+    return choose(operators, device=device, dtype=dtype, staged=staged).operators
+
+
 def missing_part() -> str | None:
     """Why Megatron-core can't use TransformerEngine in this process; None where it can."""
-    if find_spec(_NAME) is None:
+    try:
+        spec = find_spec(_NAME)
+    except ValueError:
+        return f"and sys.modules[{_NAME!r}] is a module without __spec__, which stands in for it"
+    if spec is None:
         return f"and no package {_NAME} is installed"
     try:
         import_module(f"{_NAME}.pytorch")
@@ -78,6 +96,42 @@ def missing_part() -> str | None:
         # a library that is not found is an OSError, versions that differ are an AssertionError
         return f"and importing it fails with {type(error).__name__}: {error}"
     return None if loaded else "and megatron-core found none as it was imported"
+
+
+def broken_installation(error: BaseException) -> str | None:
+    """What to say where importing Megatron-core, which imports TransformerEngine, failed by it; None where it did not.
+
+    Megatron-core takes an installation that raises anything, has no version or no ``pytorch`` for one that serves, so
+    nothing of this package can fall back to another arm.
+    """
+    causes, at = [], error
+    while at is not None and at not in causes:
+        causes.append(at)
+        at = at.__cause__ or at.__context__
+    for cause in causes:
+        # its own code, or Megatron's, that looks for its parts
+        inside = any(
+            frame.f_globals.get("__name__", "").partition(".")[0] in (_NAME, f"{_NAME}_torch")
+            for frame, _ in walk_tb(cause.__traceback__)
+        )
+        named = isinstance(cause, ImportError) and _NAME in str(cause).replace("-", "_")
+        if inside or named:
+            return (
+                f"megatron-core imports TransformerEngine, whose installation ({_place()}) is broken: "
+                f"{type(cause).__name__}: {cause}; no arm can run beside it: remove it (pip uninstall "
+                "transformer-engine transformer-engine-torch), take the folder from the path, or install one that "
+                f"fits this torch and CUDA, so that 'import {_NAME}.pytorch' works"
+            )
+    return None
+
+
+def _place() -> str:
+    try:
+        spec = find_spec(_NAME)
+    except ValueError:
+        spec = None
+    found = None if spec is None else spec.origin or ", ".join(spec.submodule_search_locations or ())
+    return found or "at no known place"
 
 
 def version() -> str:
@@ -93,9 +147,15 @@ def label(operators: str) -> str:
     return f"native (TransformerEngine {version()})" if operators == "te" else "native (no TransformerEngine)"
 
 
-def report(operators: str) -> dict[str, Any]:
-    """What the native arm runs: its name, the attention that was asked for and, once it has run, the one that ran."""
+def report(operators: str, fallback: str | None = None) -> dict[str, Any]:
+    """What the native arm runs: its name, the attention that was asked for and, once it has run, the one that ran.
+
+    Args:
+        fallback: why ``auto`` took ``local``, as ``choose`` says; it is reported as it is.
+    """
     found: dict[str, Any] = {"name": label(operators), "operators": operators}
+    if fallback is not None:
+        found["fallback"] = fallback
     if operators == "te":
         found |= {
             "transformer_engine": version(),

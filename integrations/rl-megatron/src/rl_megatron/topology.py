@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from rl_comm import TreeCommunicator
 from rl_contract import Communicator, ContractError, MissingSupport, SingleRank
 from rl_megatron import tokens
+from rl_megatron.checks import instance_problem
 from rl_megatron.config import ParallelConfig
 from rl_megatron.cpu_device import device as current_device
 from rl_megatron.cpu_device import use as use_device
@@ -72,6 +73,8 @@ def start(
             have one GPU without ``share_gpu``; the last on every rank.
         MissingSupport: a device that is not there.
     """
+    if problem := instance_problem("parallel", parallel, ParallelConfig):
+        raise ContractError(f"topology.start: {problem}")
     if not 0 <= rank < parallel.world_size:
         raise ContractError(
             f"rank {rank} with tp={parallel.tp} and cp={parallel.cp}; supported: 0 to {parallel.world_size - 1}"

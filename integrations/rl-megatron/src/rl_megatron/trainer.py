@@ -87,6 +87,7 @@ class TrainerRank:
         self._model: GPTModel | None = None
         self._optimizer: Optimizer | None = None
         self._reference: list[Tensor] | None = None
+        self._fallback: str | None = None
         self._hf_config: dict[str, Any] = {}
         if problems := self._problems():
             raise ContractError("TrainerRank: " + "; ".join(problems))
@@ -106,8 +107,7 @@ class TrainerRank:
         ]
         if self.share_gpu is True and str(self.device) == "cpu":
             found.append("share_gpu=True, supported: with a GPU; leave it out on device='cpu'")
-        if self.mode not in ("strict", "native"):
-            found.append(f"mode={self.mode!r}, supported: 'strict', 'native'")
+        found.append(checks.choice_problem("mode", self.mode, ("strict", "native")))
         found.append(te.option_problem(self.native_operators, self.mode))
         for name, value, least, other in (
             ("rank", self.rank, 0, ""),
@@ -156,7 +156,9 @@ class TrainerRank:
             return None
         staged = self.share_gpu and self.parallel.world_size > 1
         kind = str(self.device).partition(":")[0]
-        return te.resolve(self.native_operators, device=kind, dtype=self.profile.settings.dtype, staged=staged)
+        chosen = te.choose(self.native_operators, device=kind, dtype=self.profile.settings.dtype, staged=staged)
+        self._fallback = chosen.fallback
+        return chosen.operators
 
     def _identity(self) -> dict[str, object]:
         """What all ranks must have alike."""
@@ -309,7 +311,7 @@ class TrainerRank:
 
     def report(self) -> dict[str, Any]:
         """What this rank runs: profile fingerprint, versions, the class at each boundary, launches so far."""
-        operators = self.model.rl.native_operators
+        operators, optimizer = self.model.rl.native_operators, self.optimizer.ran()
         return {
             "rank": self.rank,
             "tp": self.parallel.tp,
@@ -322,9 +324,9 @@ class TrainerRank:
             "modules": module_classes(self.model),
             "device": str(current_device()),
             "recompute": self.recompute,
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": optimizer,
             "transports": topology.transports(),
-            "native": te.report(operators) if operators else None,
+            "native": te.report(operators, self._fallback) | {"optimizer": optimizer} if operators else None,
             "substitutions": native_substitutions(operators) if operators else [],
             "launches": launches(),
             "steps": self.optimizer.steps,
