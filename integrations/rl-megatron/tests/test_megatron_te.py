@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,14 +114,15 @@ def test_a_foreign_name_of_megatrons_optimizer_that_nobody_knows_is_refused(monk
     for value in (foreign, foreign()):
         monkeypatch.setattr(clip_grads, "new_scale_impl", value, raising=False)
         with pytest.raises(MissingSupport, match=r"clip_grads has new_scale_impl .* use kind='strict'"):
-            with own_optimizer.pinned():
-                pytest.fail("entered")
+            own_optimizer.pinned().__enter__()
         assert clip_grads.l2_norm_impl is held
     monkeypatch.delattr(clip_grads, "new_scale_impl")
     monkeypatch.setattr(clip_grads, "l2_norm_impl", foreign)
-    with pytest.raises(ZeroDivisionError), own_optimizer.pinned():
-        assert clip_grads.l2_norm_impl is own_optimizer.local_multi_tensor_l2_norm
+    seen = []
+    with suppress(ZeroDivisionError), own_optimizer.pinned():
+        seen.append(clip_grads.l2_norm_impl)
         raise ZeroDivisionError
+    assert seen == [own_optimizer.local_multi_tensor_l2_norm]
     assert clip_grads.l2_norm_impl is foreign
 
 
@@ -258,15 +262,16 @@ def test_a_module_that_stands_in_for_it_is_no_installation(monkeypatch: pytest.M
     assert te.resolve("auto", device="cuda", dtype="bfloat16") == "local"
 
 
+# what its __init__.py has, if there is one, and what must be told of it
 BROKEN = {
-    "OSError": "raise OSError('libcudnn.so.9: cannot open')",
-    "ImportError": "raise ImportError('undefined symbol')",
-    "AssertionError": "raise AssertionError('torch 2.9 wanted')",
-    "RuntimeError": "raise RuntimeError('no driver')",
-    "AttributeError": "import torch\ntorch.no_such_thing",
-    "namespace": None,
-    "no version": "",
-    "no pytorch": "__version__ = '2.14.1'",
+    "OSError": ("raise OSError('libcudnn.so.9: cannot open')", "OSError: libcudnn.so.9: cannot open"),
+    "ImportError": ("raise ImportError('undefined symbol')", "ImportError: undefined symbol"),
+    "AssertionError": ("raise AssertionError('torch 2.9 wanted')", "AssertionError: torch 2.9 wanted"),
+    "RuntimeError": ("raise RuntimeError('no driver')", "RuntimeError: no driver"),
+    "AttributeError": ("import torch\ntorch.no_such_thing", "module 'torch' has no attribute 'no_such_thing'"),
+    "namespace": (None, "PackageNotFoundError: No package metadata was found for transformer-engine"),
+    "no version": ("", "PackageNotFoundError: No package metadata was found for transformer-engine"),
+    "no pytorch": ("__version__ = '2.14.1'", "ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
 }
 
 
@@ -274,7 +279,7 @@ BROKEN = {
 def imports(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """How the import of ``TrainerRank`` ended beside each of ``BROKEN``: the error's class and words."""
     folder, out = tmp_path_factory.mktemp("broken"), tmp_path_factory.mktemp("said") / "out.json"
-    for case, text in BROKEN.items():
+    for case, (text, _) in BROKEN.items():
         (folder / case / "transformer_engine").mkdir(parents=True)
         if text is not None:
             (folder / case / "transformer_engine" / "__init__.py").write_text(text)
@@ -288,17 +293,15 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_installation_is_named_where_megatron_is_first_imported(imports: Any, case: str) -> None:
+    if case == "namespace" and find_spec("transformer_engine"):
+        pytest.skip("an installed TransformerEngine goes before a folder without __init__.py")
+    if case == "no version" and list(metadata.distributions(name="transformer-engine")):
+        pytest.skip("an installed TransformerEngine lends it its version")
     kind, words = imports[case]
     assert kind == "MissingSupport"
     assert words.startswith("rl_megatron.TrainerRank: megatron-core imports TransformerEngine, whose installation (")
     assert f"{case}/transformer_engine" in words
-    said = {
-        "AttributeError": "has no attribute 'no_such_thing'",
-        "namespace": "transformer",
-        "no version": "transformer",
-    }
-    expected = (BROKEN[case] or "").partition("('")[2].rstrip("')")
-    assert (said.get(case) or expected or "No module named 'transformer_engine.pytorch'") in words
+    assert BROKEN[case][1] in words
     assert "pip uninstall transformer-engine" in words
 
 

@@ -1,8 +1,7 @@
 """What Megatron-core asks of CUDA, answered where the trainer runs on the CPU.
 
 Megatron-core calls ``torch.cuda.current_device()`` where it allocates on "the" device; for a trainer on the CPU the
-answer is the CPU. No other module replaces a function of another library, and the replacement lives only inside
-``cpu_device()``.
+answer is the CPU. The replacement lives only inside ``cpu_device()``; only ``own_optimizer`` has another one.
 """
 
 from collections.abc import Iterator

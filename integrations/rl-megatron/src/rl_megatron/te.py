@@ -104,7 +104,8 @@ def broken_installation(error: BaseException) -> str | None:
     Megatron-core takes an installation that raises anything, has no version or no ``pytorch`` for one that serves, so
     nothing of this package can fall back to another arm.
     """
-    causes, at = [], error
+    causes: list[BaseException] = []
+    at: BaseException | None = error
     while at is not None and at not in causes:
         causes.append(at)
         at = at.__cause__ or at.__context__
