@@ -20,6 +20,7 @@ if "--hidden" in sys.argv:
 
 from rl_megatron import (
     ParallelConfig,
+    TrainerRank,
     build_model,
     export_hf,
     group_advantages,
@@ -132,6 +133,18 @@ def megatron_step(tiny: Any, mode: Any, operators: Any = "auto", distributed: bo
     }
 
 
+def trainer_report(tiny: Any, mode: Any) -> dict[str, Any]:
+    """What a trainer rank that left ``native_operators`` at ``auto`` reports."""
+    config, folder = tiny.tiny_config(), Path(tempfile.mkdtemp())
+    path = tiny.write_folder(folder / "model", config, tiny.tiny_tensors(config))
+    rest: dict[str, Any] = {"hf_path": path, "profile": tiny.tiny_profile(config), "mode": mode}
+    trainer = TrainerRank(rank=0, init_method=f"file://{folder}/init", **rest)
+    try:
+        return {name: part for name, part in trainer.init().items() if name in ("optimizer", "native")}
+    finally:
+        trainer.close()
+
+
 def main(out: str) -> None:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -141,8 +154,9 @@ def main(out: str) -> None:
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     torch.set_num_threads(1)
+    reports = {mode: trainer_report(tiny, mode) for mode in ("strict", "native")}
     topology.start(0, ParallelConfig(), f"file://{tempfile.mkdtemp()}/init")
-    found: dict[str, Any] = {"HAVE_TE": HAVE_TE, "strict": step(tiny, "strict")}
+    found: dict[str, Any] = {"HAVE_TE": HAVE_TE, "reports": reports, "strict": step(tiny, "strict")}
     own = found["megatron's optimizer"] = {
         "strict": megatron_step(tiny, "strict"),
         "strict distributed": megatron_step(tiny, "strict", distributed=True),

@@ -180,6 +180,14 @@ def test_reports_say_what_really_ran(beside_te: Any) -> None:
     assert any("DotProductAttention" in s["stock"] for s in local["substitutions"])
 
 
+def test_a_trainer_reports_its_optimizer_and_why_auto_fell_back(beside_te: Any) -> None:
+    strict, native = beside_te["reports"]["strict"], beside_te["reports"]["native"]
+    optimizer = {"class": "rl_megatron.optimizer.StrictOptimizer"}
+    assert strict["optimizer"] == native["optimizer"] == native["native"]["optimizer"] == optimizer
+    assert strict["native"] is None
+    assert native["native"]["fallback"] == "device='cpu', TransformerEngine supports: 'cuda'"
+
+
 def test_te_is_refused_by_name_where_it_cannot_serve(one_rank: None, hidden: None, tiny: Any) -> None:
     gpu = {"device": "cuda", "dtype": "bfloat16"}
     with pytest.raises(MissingSupport, match=r"needs TransformerEngine, and no package .* pip install .* or 'auto'"):
