@@ -50,7 +50,13 @@ def test_recomputation_is_refused_where_megatron_cannot(one_rank: None, tiny: An
     profile = tiny.tiny_profile(config)
     with pytest.raises(MissingSupport, match="recompute='full' on a CPU"):
         build_model(config, profile, ParallelConfig(), recompute="full")
-    for recompute, modules in (("selective", ("layernorm",)), ("half", ("mlp",)), ("selective", ())):
+    either: Any = np.array(["none", "full"])
+    for recompute, modules in (
+        ("selective", ("layernorm",)),
+        ("half", ("mlp",)),
+        ("selective", ()),
+        (either, ("mlp",)),
+    ):
         with pytest.raises(ContractError, match=r"'selective' of some of \('core_attn', 'mlp'\)"):
             build_model(config, profile, ParallelConfig(), recompute=recompute, recompute_modules=modules)
 

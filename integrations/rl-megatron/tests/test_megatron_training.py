@@ -249,6 +249,8 @@ def test_a_device_that_is_not_there_is_refused(device: str, error: type[Exceptio
 def test_optimizer_kinds_are_named() -> None:
     with pytest.raises(ContractError, match="kind 'strict' or 'megatron'"):
         OptimizerConfig(kind="apex")  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="kind 'strict' or 'megatron'"):
+        OptimizerConfig(kind=np.array(["strict", "megatron"]))  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="distributed=True only with 'megatron'"):
         OptimizerConfig(distributed=True)
 

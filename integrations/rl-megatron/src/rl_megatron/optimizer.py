@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_contract import ContractError
 from rl_contract.shares import LaterShares
 from rl_megatron import te, topology
-from rl_megatron.checks import instance_problem, real
+from rl_megatron.checks import choice_problem, instance_problem, real
 from rl_megatron.loss import fixed_sum
 from rl_megatron.model import shard_dim
 
@@ -49,7 +49,7 @@ class OptimizerConfig:
             raise ContractError(
                 f"{self}; supported: finite lr and weight_decay >= 0, clip_grad >= 0, betas in [0, 1), finite eps > 0"
             )
-        known = self.kind in ("strict", "megatron") and isinstance(self.distributed, bool)
+        known = choice_problem("kind", self.kind, ("strict", "megatron")) is None and isinstance(self.distributed, bool)
         if not known or (self.distributed and self.kind != "megatron"):
             raise ContractError(
                 f"{self}; supported: kind 'strict' or 'megatron', and distributed=True only with 'megatron'"

@@ -21,7 +21,8 @@ from rl_parity.placement import GIB, KV_BLOCK, engine_share, place, trainer_byte
 PLANNED = ("rl_gemm", "rl_attn", "rl_logprob")
 _HOOKS_SECONDS = 180.0
 _ASK_HOOKS = """
-import rl_megatron.trainer
+# by this name, which tells what breaks Megatron-core's import
+from rl_megatron import trainer
 from rl_vllm import platform
 from rl_vllm.preflight import missing_hooks
 print("missing:" + ", ".join(missing_hooks(platform.current().hooks)))
