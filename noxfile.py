@@ -126,14 +126,14 @@ def typecheck(session: nox.Session) -> None:
     names_only = ["--explicit-package-bases", *(f"--disable-error-code={code}" for code in TYPES)]
     tools = [x for x in (ROOT / "tools").glob("*") if x.is_file() and (x.suffix == ".py" or "." not in x.name)]
     tools += (ROOT / "tools").glob("*/*.py")
-    tests = [x for path in [*PROJECTS.values(), ROOT] for x in path.glob("tests/*.py")]
+    rooms = [ROOT, *PROJECTS.values()]
+    tests = [x for path in rooms for x in path.glob("tests/*.py")]
     tests = [x for x in tests if "gpu" in x.name or "mark.gpu" in x.read_text()]
+    places = [ROOT / "tools", *(path / "src" for path in PROJECTS.values()), *(path / "tests" for path in rooms)]
     for found in (tools, tests):
-        places = {str(x.parent) for x in found if x.parent.parent != ROOT / "tools"} | {"tests"}
-        places |= {str(path / "src") for path in PROJECTS.values()}
         session.run(
             "mypy", "--scripts-are-modules", *names_only, *sorted(map(str, found)),
-            env={"MYPYPATH": os.pathsep.join(sorted(places))},
+            env={"MYPYPATH": os.pathsep.join(map(str, places))},
         )  # fmt: skip
 
 

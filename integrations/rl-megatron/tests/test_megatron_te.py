@@ -191,8 +191,8 @@ def test_a_trainer_reports_its_optimizer_and_why_auto_fell_back(beside_te: Any) 
 def test_te_is_refused_by_name_where_it_cannot_serve(one_rank: None, hidden: None, tiny: Any) -> None:
     gpu = {"device": "cuda", "dtype": "bfloat16"}
     with pytest.raises(MissingSupport, match=r"needs TransformerEngine, and no package .* pip install .* or 'auto'"):
-        te.resolve("te", **gpu)
-    assert te.resolve("auto", **gpu) == te.resolve("local", **gpu) == "local"
+        te.choose("te", **gpu)
+    assert te.choose("auto", **gpu).operators == te.choose("local", **gpu).operators == "local"
     assert te.choose("auto", **gpu).fallback == (
         "TransformerEngine can't be used, and no package transformer_engine is installed"
     )
@@ -203,7 +203,7 @@ def test_te_is_refused_by_name_where_it_cannot_serve(one_rank: None, hidden: Non
         ({"staged": True}, "NCCL"),
     ):
         with pytest.raises(ContractError, match=words):
-            te.resolve("te", **(gpu | wrong))
+            te.choose("te", **(gpu | wrong))
     config = tiny.tiny_config()
     profile = tiny.tiny_profile(config)
     for mode, operators, words in (
@@ -256,7 +256,7 @@ def test_an_installation_that_broke_after_megatron_was_imported_is_told_with_its
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('libcudnn.so.9: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MissingSupport, match=r"importing it fails with OSError: libcudnn\.so\.9"):
-        te.resolve("te", device="cuda", dtype="bfloat16")
+        te.choose("te", device="cuda", dtype="bfloat16")
     chosen = te.choose("auto", device="cuda", dtype="bfloat16")
     assert chosen.operators == "local"
     assert "importing it fails with OSError: libcudnn.so.9" in str(chosen.fallback)
@@ -266,8 +266,8 @@ def test_a_module_that_stands_in_for_it_is_no_installation(monkeypatch: pytest.M
     forget(monkeypatch)
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     with pytest.raises(MissingSupport, match="a module without __spec__"):
-        te.resolve("te", device="cuda", dtype="bfloat16")
-    assert te.resolve("auto", device="cuda", dtype="bfloat16") == "local"
+        te.choose("te", device="cuda", dtype="bfloat16")
+    assert te.choose("auto", device="cuda", dtype="bfloat16").operators == "local"
 
 
 # what its __init__.py has, if there is one, and what must be told of it

@@ -66,22 +66,25 @@ _HOMES = {
 _MODULES = {*_HOMES.values(), "layers", "megatron_optimizer", "own_optimizer", "topology"}
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None and name not in _MODULES:
-        raise AttributeError(f"module 'rl_megatron' has no attribute {name!r}")
-    try:
-        module = import_module(f"rl_megatron.{home or name}")
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "megatron":
-            raise MissingSupport(
-                f"rl_megatron.{name} needs megatron-core, which is not installed ({error}); supported: 0.16.1 "
-                "and above; pip install 'rl-megatron[megatron]'"
-            ) from error
-        if broken := broken_installation(error):
-            raise MissingSupport(f"rl_megatron.{name}: {broken}") from error
-        if isinstance(error, AttributeError):
-            # which Python would take for "there is no such name here", and drop
-            raise ImportError(f"importing rl_megatron.{home or name} failed: AttributeError: {error}") from error
-        raise
-    return module if home is None else getattr(module, name)
+# a type checker sees the names above alone
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None and name not in _MODULES:
+            raise AttributeError(f"module 'rl_megatron' has no attribute {name!r}")
+        try:
+            module = import_module(f"rl_megatron.{home or name}")
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "megatron":
+                raise MissingSupport(
+                    f"rl_megatron.{name} needs megatron-core, which is not installed ({error}); supported: 0.16.1 "
+                    "and above; pip install 'rl-megatron[megatron]'"
+                ) from error
+            if broken := broken_installation(error):
+                raise MissingSupport(f"rl_megatron.{name}: {broken}") from error
+            if isinstance(error, AttributeError):
+                # which Python would take for "there is no such name here", and drop
+                raise ImportError(f"importing rl_megatron.{home or name} failed: AttributeError: {error}") from error
+            raise
+        return module if home is None else getattr(module, name)

@@ -76,11 +76,6 @@ def choose(operators: str, *, device: str, dtype: str, staged: bool = False) -> 
     )
 
 
-def resolve(operators: str, *, device: str, dtype: str, staged: bool = False) -> Literal["te", "local"]:
-    """The operators of ``choose``, with its arguments and errors."""
-    return choose(operators, device=device, dtype=dtype, staged=staged).operators
-
-
 def missing_part() -> str | None:
     """Why Megatron-core can't use TransformerEngine in this process; None where it can."""
     try:
