@@ -397,7 +397,8 @@ class TrainerRank:
         if ref_logprobs is None and self.loss_config.kl_coef > 0:
             problems.append(f"kl_coef={self.loss_config.kl_coef} needs ref_logprobs")
         if problems:
-            raise ContractError("train_step: " + "; ".join(problems) + "; give one entry a response token")
+            remedy = "give one number a sample in advantages, one a response token in an array of log-probabilities"
+            raise ContractError(f"train_step: {'; '.join(problems)}; {remedy}")
 
 
 def _per_token(values: Sequence[float], batch: PackedBatch) -> Tensor:
