@@ -130,8 +130,7 @@ def test_bad_input_row_stops_the_engine_a_step_later_and_padding_never_does(prof
         ({"more": {"rl_sampling_graphs": True}}, [1, 8]),
         ({"eager": True}, []),
         ({"mode": 0}, []),
-        ({"tp": 2}, []),
-        ({"tp": 2, "more": {"rl_sampling_graphs": True}}, [1, 8]),
+        ({"tp": 2}, [1, 8]),
         ({"more": {"rl_sampling_graphs": False}}, []),
     ],
 )

@@ -28,17 +28,14 @@ from rl_vllm.options import SAMPLING_GRAPHS, asked
 def sizes_for(vllm_config: Any) -> list[int]:
     """Numbers of rows to capture, ascending; none where vLLM captures nothing.
 
-    ``additional_config={"rl_sampling_graphs": True}`` or ``False`` decides; where nothing is said, none are captured
-    where ranks gather the logits.
+    ``additional_config={"rl_sampling_graphs": False}`` leaves them out.
 
     Raises:
         ContractError: another value than these two.
     """
     wanted = asked(vllm_config.additional_config, SAMPLING_GRAPHS)
     compilation = vllm_config.compilation_config
-    if vllm_config.model_config.enforce_eager or not compilation.cudagraph_mode:
-        return []
-    if not (vllm_config.parallel_config.tensor_parallel_size == 1 if wanted is None else wanted):
+    if wanted is False or vllm_config.model_config.enforce_eager or not compilation.cudagraph_mode:
         return []
     most = vllm_config.scheduler_config.max_num_seqs
     return sorted(size for size in compilation.cudagraph_capture_sizes or () if size <= most)
