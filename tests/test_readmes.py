@@ -28,8 +28,6 @@ def run(script: str, folder: Path, seconds: float) -> None:
 def test_a_readme_runs_as_printed(name, tmp_path):
     script = script_of(READMES[name])
     assert script, f"{name} shows no Python"
-    if name == "rl-megatron":
-        pytest.importorskip("rl_parity.models").write_model("tiny-qwen3", tmp_path / "model")
     run(script, tmp_path, 120)
 
 

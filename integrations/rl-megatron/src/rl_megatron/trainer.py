@@ -53,7 +53,7 @@ class TrainerRank:
         *,
         rank: int,
         init_method: str,
-        hf_path: str,
+        hf_path: str | Path,
         profile: Profile,
         parallel: ParallelConfig | None = None,
         mode: Mode = "strict",
