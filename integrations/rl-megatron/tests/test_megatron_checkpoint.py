@@ -5,16 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from rl_contract import ContractError
 from rl_megatron import ParallelConfig, TrainerRank, build_model, load_hf, save_hf
-from rl_megatron.batch import PackedBatch
 from rl_megatron.checkpoint import HfTensors, export_hf, load_tensors
-from rl_megatron.trainer import _flat, _per_token
 
 MODELS = [("Qwen3ForCausalLM", False), ("LlamaForCausalLM", True)]
 
@@ -117,35 +114,6 @@ def test_wider_checkpoint_is_rounded_once(one_rank: None, tiny: Any) -> None:
     model = build(tiny, config)
     load_tensors(model, tensors)
     assert same(export_hf(model) or {}, {n: t.bfloat16() for n, t in tensors.items()})
-
-
-def test_what_is_no_step_is_refused_by_name(tiny: Any) -> None:
-    trainer = TrainerRank(rank=0, init_method="file:///x", hf_path="x", profile=tiny.tiny_profile(tiny.tiny_config()))
-    sizes = {"vocab_size": 97, "max_positions": 64}
-    batches = [PackedBatch.pack([([1, 2], [3, 4]), ([1], [5])], **sizes)]
-    old = [np.zeros(2, np.float32), np.zeros(1, np.float32)]
-    lists = [[0.0, 0.0], [0.0]]
-    for advantages in ([1.0, -2], (np.float32(1), 2), np.ones(2), torch.ones(2), [torch.tensor(1.0), 1]):
-        for given in (old, lists, [torch.zeros(2, dtype=torch.bfloat16, requires_grad=True), [0]]):
-            trainer._check_step(batches, advantages, given, given)
-            assert _flat(given).tolist() == [0.0] * 3
-            assert _per_token(advantages, batches[0]).shape == (3,)
-    for advantages in (["a", 1.0], ["1.0", "2.0"], [None, 1.0], [True, 1.0], "ab", None, 3, np.ones((2, 1)), {0: 1.0}):
-        with pytest.raises(ContractError, match=r"train_step: advantages.*supported: "):
-            trainer._check_step(batches, advantages, old, None)  # type: ignore[arg-type]
-    for given in (None, 3, "ab", [None, None], [["a", 0.0], [0.0]], [np.zeros((1, 2)), old[1]]):
-        with pytest.raises(ContractError, match=r"train_step: old_logprobs.*supported: "):
-            trainer._check_step(batches, [1.0, 2.0], given, None)  # type: ignore[arg-type]
-        if given is not None:
-            with pytest.raises(ContractError, match=r"train_step: ref_logprobs.*supported: "):
-                trainer._check_step(batches, [1.0, 2.0], old, given)  # type: ignore[arg-type]
-    with pytest.raises(
-        ContractError, match=r"1 advantages for 2 samples; old_logprobs has lengths.*one number a sample in advantages"
-    ):
-        trainer._check_step(batches, [1.0], old[::-1], None)
-    for samples in (None, 3, "ab", {"prompt": [1], "response": [2]}):
-        with pytest.raises(ContractError, match=r"PackedBatch: samples=.*supported: a sequence of samples"):
-            PackedBatch.pack(samples, **sizes)  # type: ignore[arg-type]
 
 
 def test_trainer_refuses_before_it_joins_a_world(tiny: Any, tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def grpo_loss(
 
     Raises:
         ContractError: what is no tensor or no LossConfig, shapes differ, the mask is not bool, the denominator is none,
-            or the reference is missing.
+            the reference is missing, or a valid token has an old or reference log-probability or an advantage on the
+            CPU that is not finite; a GPU is not waited for.
     """
     config = LossConfig() if config is None else config
     tensors = {"logprob": logprob, "old_logprob": old_logprob, "advantages": advantages, "mask": mask}
@@ -114,6 +115,8 @@ def grpo_loss(
             f"grpo_loss got denominator={denominator!r} for {valid.numel()} valid tokens; supported: a finite number "
             "above 0, and 0 where no token is valid; give the number of valid tokens of the whole step"
         )
+    for name in ("old_logprob", "advantages", "ref_logprob"):
+        _refuse_nonfinite(name, tensors.get(name), valid)
     kept = to_device(valid, logprob.device)
     logp = logprob.index_select(0, kept).double()
     gain = advantages[kept].double()
@@ -137,6 +140,18 @@ def grpo_loss(
         valid_count=valid.numel(),
         sums=sums,
     )
+
+
+def _refuse_nonfinite(name: str, values: Tensor | None, valid: Tensor) -> None:
+    # a look at a GPU would wait for it; a trainer looks at its numbers on the host, before they travel
+    if values is None or values.is_cuda or valid.is_cuda:
+        return
+    bad = valid[~values[valid].isfinite()]
+    if bad.numel():
+        raise ContractError(
+            f"grpo_loss got {name}[{int(bad[0])}]={values[bad[0]].item()} ({bad.numel()} such), supported: finite "
+            "numbers where the mask is True; mask such tokens, or leave their sample out"
+        )
 
 
 def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, eps: float = 1e-6) -> Tensor:

@@ -1,9 +1,9 @@
 """Log-probabilities of response tokens: one function for scoring and for training, so that both give the same bits."""
 
 import math
-from numbers import Real
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -14,6 +14,7 @@ from rl_contract.devices import to_device
 from rl_contract.shares import LaterShares
 from rl_megatron import native, tokens, topology
 from rl_megatron.batch import PackedBatch, RankBatch, StrictPackedSeqParams
+from rl_megatron.checks import real
 from rl_megatron.cpu_device import cpu_device, device
 
 # tokens in what the longest sequence that TransformerEngine is told of is a multiple of; 2 * CP divides it
@@ -58,9 +59,7 @@ def token_logprobs(
         raise ContractError(
             f"the batch is packed for cp={batch.cp}, the model is built for cp={built.parallel.cp}; pack it again"
         )
-    number = isinstance(temperature, Real) and not isinstance(temperature, bool)
-    if not number or not 0 < temperature < math.inf:
-        raise ContractError(f"temperature={temperature!r}, supported: a finite number above 0; give the rollout's")
+    check_temperature(temperature)
     comm = topology.context_parallel()
     mine = batch.on(comm.rank, device())
     with cpu_device():
@@ -70,6 +69,18 @@ def token_logprobs(
         if with_entropy:
             return _GatherSlots.apply(scored[0], batch, comm), _GatherSlots.apply(scored[1], batch, comm)
         return _GatherSlots.apply(scored, batch, comm)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ContractError unless it is a finite number above 0, also in fp32, in which logits are divided."""
+    if real(temperature):
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(temperature))
+        if 0 < rounded < math.inf:
+            return
+    raise ContractError(
+        f"temperature={temperature!r}, supported: a finite number above 0 that fp32 holds; give the rollout's"
+    )
 
 
 def _score(

@@ -1,8 +1,8 @@
 """Process groups of one trainer: Megatron's parallel state over torch.distributed, and a communicator per group."""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from rl_megatron.checks import instance_problem
 from rl_megatron.config import ParallelConfig
 from rl_megatron.cpu_device import device as current_device
 from rl_megatron.cpu_device import use as use_device
+
+T = TypeVar("T")
 
 _communicators: dict[int, tuple[object, Communicator]] = {}
 
@@ -130,6 +132,30 @@ def agree(what: Mapping[str, object]) -> None:
     ]
     if problems:
         raise ContractError(f"ranks of one trainer differ: {'; '.join(problems[:8])}; start all ranks alike")
+
+
+def together(prepare: Callable[[], T]) -> T:
+    """What ``prepare`` returns, once it has returned on every rank of the world, so that no rank waits for one that
+    refuses; agreed on the host.
+
+    Raises:
+        ContractError: on the ranks that were ready, naming the first one that was not, and why. There its own error.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return prepare()
+    error: Exception | None = None
+    try:
+        out = prepare()
+    except Exception as caught:
+        error = caught
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, said in enumerate(everyone):
+        if said is not None:
+            raise ContractError(f"rank {rank} refuses this call, which all ranks make together: {said}")
+    return out
 
 
 def stop() -> None:

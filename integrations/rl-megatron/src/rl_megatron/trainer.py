@@ -12,7 +12,6 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_contract import ContractError, Profile, launches
-from rl_contract.devices import to_device
 from rl_megatron import checkpoint, checks, te, topology
 from rl_megatron.batch import PackedBatch, micro_batches, token_budget_problem
 from rl_megatron.config import ModelConfig, ParallelConfig
@@ -22,7 +21,8 @@ from rl_megatron.loss import Loss, LossConfig, fixed_sum, grpo_loss
 from rl_megatron.model import Mode, Recompute, build_model, module_classes
 from rl_megatron.native import native_substitutions
 from rl_megatron.optimizer import Optimizer, OptimizerConfig, make_optimizer
-from rl_megatron.scoring import token_logprobs
+from rl_megatron.scoring import check_temperature, token_logprobs
+from rl_megatron.step_inputs import StepInputs
 
 
 class TrainerRank:
@@ -180,8 +180,12 @@ class TrainerRank:
 
         Args:
             samples: ``Sample``, mappings or ``(prompt, response[, mask])``, see ``rl_megatron.Sample.of``.
+
+        Raises:
+            ContractError: bad samples or a bad temperature, on every rank before anything is computed; in the strict
+                arm a log-probability that is NaN.
         """
-        batches = self._batches(samples)
+        batches = topology.together(lambda: self._batches(samples, temperature))
         found: list[tuple[Tensor, ...]] = []
         with torch.no_grad():
             for batch in batches:
@@ -224,32 +228,35 @@ class TrainerRank:
         """One optimizer step on all samples, micro-batch by micro-batch.
 
         Args:
-            advantages: one a sample.
-            old_logprobs, ref_logprobs: one array a sample, as long as its response.
+            advantages: one finite number a sample.
+            old_logprobs, ref_logprobs: one array a sample, as long as its response, finite in fp32 where the token
+                counts in the loss.
 
         Returns:
             ``loss``, ``policy_loss``, ``kl`` (mean k3), ``ratio_mean``, ``clip_fraction``, ``grad_norm``,
             ``clip_coef``, ``valid_count``, ``tokens``, ``skipped`` and ``logprobs`` (of the training forward, one array
             a sample).
             A step without a valid token has loss 0 and changes nothing.
+
+        Raises:
+            ContractError: samples, numbers or a temperature outside of that, on every rank before anything is
+                computed: the rank that was given them names them, the others name the rank.
         """
-        batches = self._batches(samples)
-        self._check_step(batches, advantages, old_logprobs, ref_logprobs)
+        batches, given = topology.together(
+            lambda: self._step(samples, advantages, old_logprobs, ref_logprobs, temperature)
+        )
         total = sum(int(b.loss_mask.sum()) for b in batches)
         self.optimizer.zero_grad()
         losses: list[Loss] = []
         found: list[Tensor] = []
-        start = 0
+        first = 0
         for batch in batches:
-            end = start + len(batch.samples)
-            given = [_flat(old_logprobs[start:end]), _per_token(advantages[start:end], batch)]
-            given += [] if ref_logprobs is None else [_flat(ref_logprobs[start:end])]
-            old, gains, *ref = (to_device(x, current_device()) for x in given)
+            old, gains, ref = given.packed(first, batch, current_device())
             logp = token_logprobs(
                 self.model, batch, temperature=temperature, nonfinite=self._nonfinite, keep_logits=self._keep_logits
             )
             loss = grpo_loss(
-                logp, old, gains, batch.loss_mask, denominator=total, ref_logprob=ref[0] if ref else None,
+                logp, old, gains, batch.loss_mask, denominator=total, ref_logprob=ref,
                 config=self.loss_config,
             )  # fmt: skip
             if loss.valid_count:
@@ -258,7 +265,7 @@ class TrainerRank:
                 self.optimizer.collect()
             losses.append(loss)
             found.append(logp.detach())
-            start = end
+            first += len(batch.samples)
         # nothing has waited for the device until here
         logps = [v.numpy() for batch, part in zip(batches, found) for v in batch.split(part.cpu())]
         self._refuse_nan(logps)
@@ -349,8 +356,9 @@ class TrainerRank:
             raise ContractError("this TrainerRank is not initialised; call init() first")
         return self._optimizer
 
-    def _batches(self, samples: Sequence[Any]) -> list[PackedBatch]:
+    def _batches(self, samples: Sequence[Any], temperature: float) -> list[PackedBatch]:
         config = self.model.rl.config
+        check_temperature(temperature)
         return micro_batches(
             samples,
             self.token_budget,
@@ -358,6 +366,13 @@ class TrainerRank:
             max_positions=config.max_positions,
             cp=self.parallel.cp,
         )
+
+    def _step(
+        self, samples: Sequence[Any], advantages: Any, old_logprobs: Any, ref_logprobs: Any, temperature: float
+    ) -> tuple[list[PackedBatch], StepInputs]:
+        batches = self._batches(samples, temperature)
+        kl_coef = self.loss_config.kl_coef
+        return batches, StepInputs.of(batches, advantages, old_logprobs, ref_logprobs, kl_coef=kl_coef)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -370,45 +385,3 @@ class TrainerRank:
         finally:
             for p, data in zip(parameters, held):
                 p.data = data
-
-    def _check_step(
-        self,
-        batches: Sequence[PackedBatch],
-        advantages: Sequence[float],
-        old_logprobs: Sequence[np.ndarray],
-        ref_logprobs: Sequence[np.ndarray] | None,
-    ) -> None:
-        lengths = [n for b in batches for n in b.response_lengths]
-        problems = []
-        if odd := checks.numbers_problem("advantages", advantages):
-            problems.append(odd)
-        elif len(advantages) != len(lengths):
-            problems.append(f"{len(advantages)} advantages for {len(lengths)} samples")
-        for name, given in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
-            if given is None and name == "ref_logprobs":
-                continue
-            kinds = [checks.sequence_problem(name, given, "arrays, one a sample")]
-            if not kinds[0]:
-                kinds += [checks.numbers_problem(f"{name}[{i}]", x) for i, x in enumerate(given or ())]
-            if wrong := [problem for problem in kinds if problem]:
-                problems += wrong[:8]
-            elif given is not None and [len(x) for x in given] != lengths:
-                problems.append(f"{name} has lengths {[len(x) for x in given][:8]}, the responses {lengths[:8]}")
-        if ref_logprobs is None and self.loss_config.kl_coef > 0:
-            problems.append(f"kl_coef={self.loss_config.kl_coef} needs ref_logprobs")
-        if problems:
-            remedy = "give one number a sample in advantages, one a response token in an array of log-probabilities"
-            raise ContractError(f"train_step: {'; '.join(problems)}; {remedy}")
-
-
-def _per_token(values: Sequence[float], batch: PackedBatch) -> Tensor:
-    lengths = torch.tensor(batch.response_lengths)
-    return torch.as_tensor(values, dtype=torch.float32).repeat_interleave(lengths)
-
-
-def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(_host(a), dtype=np.float32) for a in arrays]))
-
-
-def _host(values: Any) -> Any:
-    return values.detach().float().cpu().numpy() if isinstance(values, Tensor) else values

@@ -1,0 +1,176 @@
+"""What a training step is given: refused by name on every rank before anything is computed, else as it was given."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_contract import ContractError
+from rl_megatron import ParallelConfig, grpo_loss
+from rl_megatron.batch import PackedBatch, micro_batches
+from rl_megatron.step_inputs import StepInputs
+
+SIZES = {"vocab_size": 97, "max_positions": 64}
+PAIRS = [([1, 2], [3, 4]), ([1], [5])]
+OLD = [np.zeros(2, np.float32), np.zeros(1, np.float32)]
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+
+
+def inputs(advantages: Any, old: Any, ref: Any = None, samples: Any = PAIRS, kl_coef: float = 0.0) -> StepInputs:
+    return StepInputs.of([PackedBatch.pack(samples, **SIZES)], advantages, old, ref, kl_coef=kl_coef)
+
+
+def test_numbers_of_any_kind_are_taken_as_fp32_in_packed_order() -> None:
+    batches = micro_batches([*PAIRS, ([7], [8, 9, 10])], 7, **SIZES)
+    assert [len(b.samples) for b in batches] == [2, 1]
+    values = [[-0.5, -1.25], [-2.0], [-0.125, -4.0, -8.0]]
+    for of in (list, np.array, np.float16, lambda x: torch.tensor(x, dtype=torch.bfloat16, requires_grad=True)):
+        for gains in ([1.0, -2, 3], (np.float32(1), -2, 3), np.array([1, -2, 3]), torch.tensor([1.0, -2.0, 3.0])):
+            given = StepInputs.of(batches, gains, [of(x) for x in values], [of(x) for x in values], kl_coef=0.1)
+            old, packed, ref = given.packed(0, batches[0], CPU)
+            assert old.dtype == packed.dtype == torch.float32
+            assert old.tolist() == [-0.5, -1.25, -2.0]
+            assert packed.tolist() == [1.0, 1.0, -2.0]
+            assert ref is not None
+            assert torch.equal(old, ref)
+            assert given.packed(2, batches[1], CPU)[0].tolist() == [-0.125, -4.0, -8.0]
+            assert given.packed(2, batches[1], CPU)[1].tolist() == [3.0, 3.0, 3.0]
+    assert inputs([torch.tensor(1.0, requires_grad=True), 1], OLD).packed(0, batches[0], CPU)[2] is None
+
+
+def test_what_is_no_step_is_refused_by_name() -> None:
+    for advantages in (["a", 1.0], ["1.0", "2.0"], [None, 1.0], [True, 1.0], "ab", None, 3, np.ones((2, 1)), {0: 1.0}):
+        with pytest.raises(ContractError, match=r"train_step: advantages.*supported: "):
+            inputs(advantages, OLD)
+    for given in (None, 3, "ab", [None, None], [["a", 0.0], [0.0]], [np.zeros((1, 2)), OLD[1]]):
+        with pytest.raises(ContractError, match=r"train_step: old_logprobs.*supported: "):
+            inputs([1.0, 2.0], given)
+        if given is not None:
+            with pytest.raises(ContractError, match=r"train_step: ref_logprobs.*supported: "):
+                inputs([1.0, 2.0], OLD, given)
+    with pytest.raises(
+        ContractError, match=r"1 advantages for 2 samples; old_logprobs has lengths.*one number a sample in advantages"
+    ):
+        inputs([1.0], OLD[::-1])
+    with pytest.raises(ContractError, match=r"kl_coef=0\.5 needs ref_logprobs"):
+        inputs([1.0, 2.0], OLD, kl_coef=0.5)
+    for samples in (None, 3, "ab", {"prompt": [1], "response": [2]}):
+        with pytest.raises(ContractError, match=r"PackedBatch: samples=.*supported: a sequence of samples"):
+            PackedBatch.pack(samples, **SIZES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("bad", "shown"), [(NAN, "nan"), (INF, "inf"), (-INF, "-inf"), (1e39, r"1e\+39")])
+def test_numbers_that_are_not_finite_in_fp32_are_refused_with_their_sample(bad: float, shown: str) -> None:
+    for of in (list, np.array, lambda x: torch.tensor(x, dtype=torch.float64)):
+        with pytest.raises(ContractError, match=rf"the advantage of sample 1 is {shown}; supported: finite numbers"):
+            inputs(of([1.0, bad]), OLD)
+        for name, given in (("old", (of([0.0, bad]), of([0.0]))), ("reference", (of([0.0, bad]), of([0.0])))):
+            both = (given, OLD) if name == "old" else (OLD, given)
+            with pytest.raises(
+                ContractError,
+                match=rf"the {name} log-probability of response token 1 of sample 0 is {shown} \(1 such in",
+            ):
+                inputs([1.0, 2.0], *both)
+    with pytest.raises(ContractError, match=r"sample 0 is .*; the old .* of sample 1 is .*nothing was computed"):
+        inputs([bad, 0.0], [OLD[0], [bad]])
+    many = [([1], [2])] * 11
+    with pytest.raises(ContractError, match=r"sample 7 is .*; and 3 more; supported"):
+        inputs([bad] * 11, [[0.0]] * 11, samples=many)
+
+
+def test_a_masked_token_may_have_no_log_probability() -> None:
+    masked = [([1, 2], [3, 4], [True, False]), ([1], [5], [False])]
+    old = [[-0.5, NAN], [-INF]]
+    given = inputs([1.0, 2.0], old, old, samples=masked)
+    assert np.isnan(given.old[0][1])
+    with pytest.raises(ContractError, match="the advantage of sample 1 is nan"):
+        inputs([1.0, NAN], old, samples=masked)
+
+
+def test_the_loss_refuses_what_is_not_finite_where_it_counts() -> None:
+    x, mask = torch.zeros(3), torch.tensor([True, False, True])
+    for bad in (NAN, INF, -INF):
+        for name in ("old_logprob", "advantages", "ref_logprob"):
+            given: dict[str, Any] = {"old_logprob": x, "advantages": x, "ref_logprob": x}
+            for at in range(3):
+                wrong = x.clone()
+                wrong[at] = bad
+                if at == 1:
+                    assert float(grpo_loss(x, **(given | {name: wrong}), mask=mask, denominator=2).value) == 0.0
+                else:
+                    with pytest.raises(ContractError, match=rf"grpo_loss got {name}\[{at}\]={bad} \(1 such\)"):
+                        grpo_loss(x, **(given | {name: wrong}), mask=mask, denominator=2)
+
+
+RANK = """
+import json, pickle, sys
+from rl_contract import ContractError
+from rl_megatron import OptimizerConfig, TrainerRank
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+arguments = pickle.load(open(folder + "/job.pkl", "rb"))
+trainer = TrainerRank(rank=rank, init_method=f"file://{folder}/init", optimizer=OptimizerConfig(lr=1e-2), **arguments)
+trainer.init()
+samples = [([5, 6, 7], [8, 9]), ([1], [2])]
+old = trainer.logprobs(samples)
+before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+nan, said = float("nan"), []
+alone = rank == 1
+for call in (
+    lambda: trainer.train_step(samples, [1.0, nan if alone else 2.0], old),
+    lambda: trainer.train_step(samples, [1.0, 2.0], [old[0] * (nan if alone else 1.0), old[1]]),
+    lambda: trainer.train_step(samples, [1.0, 2.0], old, temperature=nan if alone else 1.0),
+    lambda: trainer.logprobs(samples, temperature=nan if alone else 1.0),
+    lambda: trainer.logprobs([([5], [999 if alone else 3])]),
+    lambda: trainer.train_step(samples, [1.0, nan], old),
+):
+    try:
+        call()
+        said.append(None)
+    except ContractError as error:
+        said.append(str(error))
+whole = all(bool((p == before[n]).all()) for n, p in trainer.model.named_parameters()) and not trainer.optimizer.steps
+step = trainer.train_step(samples, [1.0, 2.0], old)
+json.dump([said, whole, step["skipped"], step["ratio_mean"]], open(f"{folder}/said{rank}.json", "w"))
+trainer.close()
+"""
+
+
+@pytest.mark.engine
+def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.tiny_config()
+    folder = tiny.write_folder(tmp_path / "model", config, tiny.tiny_tensors(config))
+    job = {"hf_path": folder, "profile": tiny.tiny_profile(config), "parallel": ParallelConfig(tp=2)}
+    (tmp_path / "job.pkl").write_bytes(pickle.dumps(job))
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=200) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    for rank in range(2):
+        said, whole, skipped, ratio = json.loads((tmp_path / f"said{rank}.json").read_text())
+        *one, both = said
+        prefix = "" if rank else "rank 1 refuses this call, which all ranks make together: ContractError: "
+        for words, told in zip(
+            (
+                "train_step: the advantage of sample 1 is nan",
+                "train_step: the old log-probability of response token 0 of sample 0 is nan (2 such",
+                "temperature=nan, supported: a finite number above 0",
+                "temperature=nan, supported: a finite number above 0",
+                "PackedBatch: sample 0 has token id 999",
+            ),
+            one,
+            strict=True,
+        ):
+            assert told.startswith(prefix + words)
+        assert both.startswith("train_step: the advantage of sample 1 is nan")
+        assert (whole, skipped, ratio) == (True, False, 1.0)
