@@ -1,5 +1,8 @@
 """The tree on one process: order, rounding, refusals. No process group is made here."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +69,34 @@ def test_bf16_per_hop_is_noticed(world):
     for part in x[1:]:
         per_hop = (per_hop.float() + part.bfloat16().float()).bfloat16()
     assert not torch.equal(per_hop, tree_sum(x, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (torch.ones(3, 4), r"3 parts, supported: \(1, 2, 4, 8\)"),
+        ([torch.ones(4)] * 16, "16 parts"),
+        ([], "0 parts"),
+        (torch.tensor(1.0), "0 parts"),
+        ([torch.ones(4).bfloat16()] * 2, r"a partial of torch\.bfloat16"),
+        ([torch.ones(4), None], "a NoneType, supported: a dense"),
+        ([torch.ones(4), torch.ones(1)], r"parts \['\(4,\) on cpu', '\(1,\) on cpu'\], supported: one shape"),
+        (None, "a NoneType, supported: a list"),
+    ],
+)
+def test_what_the_tree_does_not_sum_is_refused(parts, words):
+    with pytest.raises(ContractError, match=f"tree_sum got {words}"):
+        tree_sum(parts)
+
+
+@pytest.mark.parametrize("given", ["float32", np.float32, np.dtype("float32"), "", 0, torch.int32, torch.float64])
+def test_a_sum_is_rounded_to_no_type_but_those_of_models(given):
+    said = str(given) if isinstance(given, torch.dtype) else f"{given!r} (a {type(given).__name__})"
+    words = f"out_dtype={said}, supported: torch.float32, torch.bfloat16, torch.float16; "
+    words += "pass torch.float32" if "float32" in str(given) else ""
+    for call in (tree_sum, SingleRank().all_reduce, SingleRank().reduce_scatter):
+        with pytest.raises(ContractError, match=re.escape(words)):
+            call(torch.ones(2, 4), out_dtype=given)
 
 
 def sum_in_order(x):

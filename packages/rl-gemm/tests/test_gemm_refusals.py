@@ -1,7 +1,9 @@
 """Bad input is refused with what was given, what is supported and what to do; and the ops as torch sees them."""
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,7 +36,22 @@ BAD = {
     "fp64": (lambda: rl_gemm.linear(X.double(), W.double()), "float64"),
     "integers": (lambda: rl_gemm.linear(X.int(), W.int()), "int32"),
     "mixed types": (lambda: rl_gemm.linear(X.to(torch.bfloat16), W), "one type"),
-    "fp16 output": (lambda: rl_gemm.linear(X, W, out_dtype=torch.float16), "out_dtype"),
+    "fp16 output": (
+        lambda: rl_gemm.linear(X, W, out_dtype=torch.float16),
+        r"out_dtype=torch\.float16, supported: torch\.float32, torch\.bfloat16; take torch\.float32 and convert",
+    ),
+    **{
+        f"output {type(given).__name__} {given}": (
+            lambda call=call, given=given: call(X, W, out_dtype=given),
+            rf"linear got out_dtype={re.escape(repr(given))} \(a {type(given).__name__}\), supported: "
+            rf"torch\.float32, torch\.bfloat16; pass {todo}",
+        )
+        for call in (rl_gemm.linear, rl_gemm.column_parallel_linear, rl_gemm.row_parallel_linear)
+        for given, todo in (
+            *((x, r"torch\.float32") for x in ("float32", "torch.float32", np.float32, np.dtype("float32"))),
+            *((x, "one of these, or None") for x in ("", 0, float, "fp32", np.zeros(2))),
+        )
+    },
     "bias shape": (lambda: rl_gemm.linear(X, W, torch.zeros(7)), "needs \\[8\\]"),
     "bias of one": (lambda: rl_gemm.linear(X, W, torch.zeros(1)), "needs \\[8\\]"),
     "bias type": (lambda: rl_gemm.linear(X, W, half(8)), "bias"),

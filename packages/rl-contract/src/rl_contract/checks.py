@@ -1,5 +1,6 @@
-"""What the public functions of every package refuse alike: what is no tensor, and what is no integer."""
+"""What the public functions of every package refuse alike: what is no tensor, no integer, and no type of theirs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,3 +28,18 @@ def require_tensor(where: str, name: str, x: Any) -> None:
     # one call and no more for what is right: engines come here for every tensor of every layer
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         raise ContractError(f"{where} got {name} as {tensor_problem(name, x)}")
+
+
+def dtype_problem(name: str, value: Any, supported: Sequence[torch.dtype]) -> str | None:
+    """What argument ``name`` is in place of one of these types, and what to do; None where it is one."""
+    if isinstance(value, torch.dtype):
+        if value in supported:
+            return None
+        given, todo = str(value), f"take {supported[0]} and convert the result yourself"
+    else:
+        # the name of a type, NumPy's types and its dtypes
+        said = value if isinstance(value, str) else getattr(value, "name", getattr(value, "__name__", ""))
+        meant = [t for t in supported if str(t).removeprefix("torch.") == str(said).removeprefix("torch.")]
+        given = f"{value!r:.80} (a {type(value).__name__})"
+        todo = f"pass {meant[0]}" if meant else "pass one of these, or None"
+    return f"{name}={given}, supported: {', '.join(map(str, supported))}; {todo}"

@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from rl_contract.checks import dtype_problem
 from rl_contract.errors import ContractError
 
 
@@ -74,10 +75,8 @@ def sum_problem(op: str, partial: torch.Tensor, out_dtype: torch.dtype | None) -
             f"{op} got a partial of {partial.dtype}, supported: torch.float32; "
             "keep the partial sum in fp32, the result is rounded once to out_dtype"
         )
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        return ContractError(
-            f"{op} got out_dtype={out_dtype}, supported: {OUT_DTYPES}; take the fp32 sum and convert it yourself"
-        )
+    if out_dtype is not None and (said := dtype_problem("out_dtype", out_dtype, OUT_DTYPES)):
+        return ContractError(f"{op} got {said}")
     return None
 
 

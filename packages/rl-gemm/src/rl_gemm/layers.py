@@ -149,7 +149,8 @@ def _apply(
     column: bool,
     tokens: TokenShards | None,
 ) -> Tensor:
-    out_dtype = out_dtype or x.dtype
+    if out_dtype is None:
+        out_dtype = x.dtype
     ops.check_type("x", x)
     ops.check_out(bias, x, weight.shape[0], out_dtype)
     rows = _rows(x)

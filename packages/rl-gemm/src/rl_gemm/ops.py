@@ -7,13 +7,14 @@ from torch import Tensor
 
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.arrays import as_array
-from rl_contract.checks import require_tensor
+from rl_contract.checks import dtype_problem, require_tensor
 from rl_contract.opaque import opaque_op
 from rl_contract.threads import for_ranges
 from rl_gemm import cpu, cpu_swiglu
 from rl_gemm.contract import TOKEN_BLOCK
 
 MODEL_TYPES = (torch.bfloat16, torch.float32)
+OUT_TYPES = (torch.float32, torch.bfloat16)
 _COLUMN, _ROW = "gemm.column", "gemm.row"
 
 
@@ -65,8 +66,8 @@ def check_matmul(x: Tensor, weight: Tensor, leaves: int) -> None:
 
 
 def check_out(bias: Tensor | None, x: Tensor, n: int, out_dtype: torch.dtype) -> None:
-    if out_dtype not in MODEL_TYPES:
-        raise ContractError(f"out_dtype={out_dtype}; supported: bfloat16, float32")
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in OUT_TYPES:
+        raise ContractError(f"linear got {dtype_problem('out_dtype', out_dtype, OUT_TYPES)}")
     if bias is not None:
         if bias.dtype != x.dtype:
             raise ContractError(f"linear got x {x.dtype} and bias {bias.dtype}; both must have one type, convert bias")
