@@ -313,6 +313,17 @@ def test_a_broken_installation_is_named_where_megatron_is_first_imported(imports
     assert "pip uninstall transformer-engine" in words
 
 
+def test_a_broken_installation_is_named_whichever_module_is_imported_first(imports: Any) -> None:
+    modules = {statement: said for statement, said in imports.items() if statement.startswith("import ")}
+    assert modules.pop("import rl_megatron.te") is None
+    assert len(modules) == 4
+    for statement, (kind, words) in modules.items():
+        name = statement.removeprefix("import ")
+        assert kind == "MissingSupport", words
+        assert words.startswith(f"{name}: megatron-core imports TransformerEngine, whose installation (")
+        assert "AssertionError: torch 2.9 wanted" in words
+
+
 def test_an_error_of_an_attribute_inside_a_module_is_not_taken_for_a_missing_name(imports: Any) -> None:
     kind, words = imports["megatron itself"]
     assert kind == "ImportError"

@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rl_megatron import (
     grpo_loss,
     topology,
 )
+from rl_megatron.imports import missing
 from rl_megatron.loss import exp_f64, fixed_sum, tree_total
 from rl_megatron.optimizer import _adamw, _Cut, _square_sums, _State, _tree
 
@@ -283,6 +285,14 @@ def test_a_rank_of_another_profile_is_named_on_every_rank(tmp_path: Path) -> Non
         assert "rank 1 has profile='b', rank 0 'a'" in said
 
 
+def test_the_hint_asks_for_what_the_extra_asks_for() -> None:
+    error = ModuleNotFoundError("No module named 'megatron'", name="megatron.core")
+    about = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    (wanted,) = about["project"]["optional-dependencies"]["megatron"]
+    assert str(missing("rl_megatron.x", error)).endswith(f"; pip install '{wanted}'")
+    assert missing("rl_megatron.x", ModuleNotFoundError("No module named 'triton'", name="triton")) is None
+
+
 def test_without_megatron_every_name_that_needs_it_names_it() -> None:
     script = """
 import sys
@@ -298,7 +308,14 @@ for name in [*(set(rl_megatron.__all__) - free), "topology", "trainer"]:
         exec(f"from rl_megatron import {name}")
     except MissingSupport as error:
         assert f"rl_megatron.{name} needs megatron-core, which is not installed" in str(error), error
-        assert "pip install 'rl-megatron[megatron]'" in str(error), error
+        assert "pip install 'megatron-core>=0.16.1'" in str(error), error
+    else:
+        sys.exit(f"{name} came without megatron")
+for name in ("native", "megatron_optimizer", "step_inputs", "trainer"):
+    try:
+        exec(f"import rl_megatron.{name}")
+    except MissingSupport as error:
+        assert f"rl_megatron.{name} needs megatron-core, which is not installed" in str(error), error
     else:
         sys.exit(f"{name} came without megatron")
 assert not hasattr(rl_megatron, "nothing")

@@ -3,10 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rl_contract import MissingSupport
+from rl_megatron import imports
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
-from rl_megatron.te import broken_installation
 
 if TYPE_CHECKING:
     from rl_megatron.batch import PackedBatch, Sample, micro_batches
@@ -61,6 +60,7 @@ _HOMES = {
     "TrainerRank": "trainer",
 }
 
+imports.install()
 
 # modules that import megatron and are asked for by their own name, as in ``from rl_megatron import topology``
 _MODULES = {*_HOMES.values(), "layers", "megatron_optimizer", "own_optimizer", "topology"}
@@ -76,13 +76,8 @@ if not TYPE_CHECKING:
         try:
             module = import_module(f"rl_megatron.{home or name}")
         except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "megatron":
-                raise MissingSupport(
-                    f"rl_megatron.{name} needs megatron-core, which is not installed ({error}); supported: 0.16.1 "
-                    "and above; pip install 'rl-megatron[megatron]'"
-                ) from error
-            if broken := broken_installation(error):
-                raise MissingSupport(f"rl_megatron.{name}: {broken}") from error
+            if found := imports.missing(f"rl_megatron.{name}", error):
+                raise found from found.__cause__
             if isinstance(error, AttributeError):
                 # which Python would take for "there is no such name here", and drop
                 raise ImportError(f"importing rl_megatron.{home or name} failed: AttributeError: {error}") from error
