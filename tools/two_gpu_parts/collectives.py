@@ -1,4 +1,4 @@
-"""All-reduce bits over NCCL: one-shot = two-shot = gloo = one rank's tree, eager and in graphs; times beside NCCL's."""
+"""All-reduce bits: NCCL one-shot = two-shot = peer memory = gloo = one rank's tree, eager and in graphs; times."""
 
 import random
 import time
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SIZES = ((1,), (7,), (4095,), (4096,), (4097,), (1664, 5120), (2048, 5120))
+# the last but two fills a slot of peer memory, nearly
+SIZES = ((1,), (7,), (4095,), (4096,), (4097,), (409, 5120), (1664, 5120), (2048, 5120))
 REPLAYS = 1000
-TIMED = ((1, 4096), (64, 4096), (256, 4096), (1024, 4096), (2048, 4096), (8192, 4096))
+TIMED = ((1, 4096), (8, 4096), (64, 4096), (256, 4096), (512, 4096), (1024, 4096), (2048, 4096), (8192, 4096))
 
 
 def partials(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -31,24 +32,32 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     one, two = (TreeCommunicator(transport="nccl", two_shot_bytes=n) for n in (1 << 60, 0))
+    peer = TreeCommunicator(transport="peer_memory")
     gloo = TreeCommunicator(dist.new_group(backend="gloo"), transport="gloo")
-    yield {"transport": one.device_transport, "eager outputs compared": check_eager(rank, one, two, gloo)}
-    check_movement(rank, one)
-    check_refusals(rank, one)
-    check_compiled(rank, one)
-    for name, comm in (("one-shot", one), ("two-shot", two)):
+    forms = {"one-shot": one, "two-shot": two, "peer memory": peer}
+    yield {
+        "transport": one.device_transport, "with peer memory": peer.device_transport,
+        "eager outputs compared": check_eager(rank, [*forms.values()], gloo),
+    }  # fmt: skip
+    for comm in (one, peer):
+        check_movement(rank, comm)
+        check_refusals(rank, comm)
+        check_compiled(rank, comm)
+    for name, comm in forms.items():
         yield {f"{name}: replays compared": check_graphs(rank, comm)}
-    yield {"microseconds": times(one, two), "eager host microseconds a call": host_time(one)}
+    yield {"streams: outputs compared": check_streams(rank, peer)}
+    yield {"microseconds": times(forms)}
+    yield {"eager host microseconds a call": {name: host_time(comm) for name, comm in forms.items()}}
 
 
-def check_eager(rank: int, one: Any, two: Any, gloo: Any) -> int:
+def check_eager(rank: int, comms: list[Any], gloo: Any) -> int:
     compared = 0
     for shape in SIZES:
         x = partials(shape, len(shape) + shape[0])
         mine = x[rank].cuda()
         for dtype in (torch.float32, torch.bfloat16):
             want = (x[0] + x[1]).to(dtype)
-            for comm, given in ((one, mine), (two, mine), (gloo, x[rank])):
+            for comm, given in (*((comm, mine) for comm in comms), (gloo, x[rank])):
                 for got in (comm.all_reduce(given, out_dtype=dtype), comm.all_reduce(given, out_dtype=dtype)):
                     assert equal(got.cpu(), want), (shape, dtype, comm.device_transport)
                     compared += got.numel()
@@ -100,7 +109,7 @@ def check_graphs(rank: int, comm: Any) -> int:
     """Replays with other inputs each time, ranks delayed at random on the host and on the device."""
     compared = 0
     delay = random.Random(rank)
-    for shape in ((7,), (4097,), (1664, 5120)):
+    for shape in ((7,), (4097,), (409, 5120), (1664, 5120)):
         inputs = [partials(shape, seed) for seed in range(3)]
         mine = [x[rank].cuda() for x in inputs]
         want = [(x[0] + x[1]).bfloat16().cuda() for x in inputs]
@@ -121,11 +130,34 @@ def check_graphs(rank: int, comm: Any) -> int:
                 time.sleep(delay.random() * 1e-3)
             held.copy_(mine[i % 3])
             graph.replay()
+            if i % 50 == 0:
+                # calls and replays take turns
+                wrong += (comm.all_reduce(held, out_dtype=torch.bfloat16) != want[i % 3]).sum()
             wrong += (first.view(torch.int16) != want[i % 3].view(torch.int16)).sum()
             wrong += (second.view(torch.int16) != again[i % 3].view(torch.int16)).sum()
         assert int(wrong) == 0, (shape, int(wrong))
         compared += 2 * REPLAYS * held.numel()
     return compared
+
+
+def check_streams(rank: int, comm: Any) -> int:
+    """Calls on two streams in turn, of sizes that differ, one rank late: each waits for the one before."""
+    sizes = (4097, 7, 2_000_000)
+    inputs = [partials((n,), n) for n in sizes]
+    mine = [x[rank].cuda() for x in inputs]
+    want = [(x[0] + x[1]).cuda() for x in inputs]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+    for i in range(300):
+        with torch.cuda.stream(streams[i % 2]):
+            if (i + rank) % 7 == 0:
+                torch.cuda._sleep(100_000)
+            out = comm.all_reduce(mine[i % 3])
+            wrong[i % 2] += (out.view(torch.int32) != want[i % 3].view(torch.int32)).sum()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0], wrong.tolist()
+    return 100 * sum(sizes)
 
 
 def timed(call: Callable[[], Any], repeat: int = 20) -> float:
@@ -147,16 +179,18 @@ def timed(call: Callable[[], Any], repeat: int = 20) -> float:
     return round(median(samples[1:]), 1)
 
 
-def times(one: Any, two: Any) -> dict[str, dict[str, float]]:
-    found = {}
+def times(forms: dict[str, Any]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
     for shape in TIMED:
         x = torch.randn(shape, device="cuda")
         half = x.bfloat16()
-        found["x".join(map(str, shape))] = {
-            "one-shot": timed(lambda x=x: one.all_reduce(x, out_dtype=torch.bfloat16)),  # type: ignore[misc]
-            "two-shot": timed(lambda x=x: two.all_reduce(x, out_dtype=torch.bfloat16)),  # type: ignore[misc]
-            "nccl bf16": timed(lambda half=half: dist.all_reduce(half)),  # type: ignore[misc]
+        row = {
+            name: timed(lambda x=x, comm=comm: comm.all_reduce(x, out_dtype=torch.bfloat16))  # type: ignore[misc]
+            for name, comm in forms.items()
+            # larger ones go to NCCL
+            if name != "peer memory" or x.nbytes <= 8 << 20
         }
+        found["x".join(map(str, shape))] = row | {"nccl bf16": timed(lambda half=half: dist.all_reduce(half))}  # type: ignore[misc]
     return found
 
 

@@ -162,7 +162,7 @@ def _mark_shard(name: str, parameter: torch.nn.Parameter) -> None:
 
 
 def _choose(wanted: str, place: torch.device, profile: Profile) -> te.Choice:
-    staged = any(transport != "nccl" for transport in topology.transports().values())
+    staged = not all(transport.startswith("nccl") for transport in topology.transports().values())
     return te.choose(wanted, device=place.type, dtype=profile.settings.dtype, staged=staged)
 
 

@@ -48,7 +48,7 @@ def native_sum_(x: torch.Tensor, group: "dist.ProcessGroup") -> None:
     For the native arm alone: the order of addition is NCCL's; elsewhere it is the rank tree's.
     """
     comm = communicator(group)
-    if x.is_cuda and isinstance(comm, TreeCommunicator) and comm.device_transport == "nccl":
+    if x.is_cuda and isinstance(comm, TreeCommunicator) and comm.device_transport.startswith("nccl"):
         dist.all_reduce(x, group=group)
     elif comm.world_size > 1:
         x.copy_(comm.all_reduce(x))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_comm import board
+from rl_comm import board, peer_memory
 from rl_comm.agreement import check_alike
 from rl_comm.device import NcclMover, StagedMover
 from rl_comm.mover import Call, GlooMover, Mover, named
@@ -39,8 +39,9 @@ class TreeCommunicator:
         group: a process group; ``None`` is the default group. Its gloo part serves CPU tensors, its NCCL part those on
             GPUs. A group without NCCL serves GPU tensors through the host, which ranks that share a GPU need.
         transport: of CPU tensors: ``auto`` takes shared memory where all ranks are processes of one host, else gloo;
-            ``shared_memory`` and ``gloo`` insist. ``nccl`` is ``auto`` that insists on NCCL for GPU tensors. Chosen
-            here, once, for every call.
+            ``shared_memory`` and ``gloo`` insist. Of GPU tensors: ``auto`` moves small ones through peer memory where
+            every rank reaches every other one's, as over NVLink, and the rest by NCCL; ``peer_memory`` insists on
+            both, ``nccl`` moves all by NCCL. Chosen here, once, for every call.
         two_shot_bytes: size of the fp32 partial from which on two steps are taken; by device where None.
         timeout_s: how long a rank waits for a peer over shared memory; gloo and NCCL have the group's own timeout.
         host_group: a gloo group of the same ranks, where ``group`` has no gloo part; made here where None.
@@ -102,7 +103,13 @@ class TreeCommunicator:
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
         on_gpu: Mover = StagedMover(on_cpu, rank)
         if "nccl" in backends and world_size > 1:
-            on_gpu = NcclMover(group, rank, world_size, board.make(gloo, timeout_s))
+            peers = None if transport in ("nccl", "gloo") else peer_memory.connect(gloo)
+            if transport == "peer_memory" and peers is None:
+                raise MissingSupport(
+                    "transport='peer_memory' needs Triton and NVIDIA GPUs of one host that reach one another's memory, "
+                    "one a rank and all visible to each; use 'auto'"
+                )
+            on_gpu = NcclMover(group, rank, world_size, board.make(gloo, timeout_s), peers)
         self._assemble(rank, world_size, {"cpu": on_cpu, "cuda": on_gpu}, two_shot_bytes)
 
     @classmethod
@@ -130,7 +137,7 @@ class TreeCommunicator:
 
     @property
     def device_transport(self) -> str:
-        """``nccl``, or ``staged-`` and the host's transport: what moves the bytes of GPU tensors."""
+        """What moves the bytes of GPU tensors: ``nccl``, ``nccl+peer_memory``, or ``staged-`` and the host's."""
         return self._movers["cuda"].name
 
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -262,9 +269,9 @@ class TreeCommunicator:
         self._device = x.device.type
         return self._movers.get(x.device.type) or self._movers["cpu"]
 
-    def _record(self, op: str, form: str, x: torch.Tensor) -> None:
+    def _record(self, op: str, form: str, x: torch.Tensor, moved_by: str = "") -> None:
         phase = "capture" if x.is_cuda and torch.cuda.is_current_stream_capturing() else "eager"
-        kernel = f"rl_comm.{self._mover(x).name}.{op}"
+        kernel = f"rl_comm.{moved_by or self._mover(x).name.partition('+')[0]}.{op}"
         record_launch(Launch("collective", kernel, plan=form, layout=f"world{self.world_size}", phase=phase))
 
     def _refuse(self, call: Call, problem: Exception | None) -> None:
@@ -289,7 +296,13 @@ class TreeCommunicator:
         self._refuse(call, unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype))
         limit = TWO_SHOT_BYTES[partial.device.type] if self.two_shot_bytes is None else self.two_shot_bytes
         if partial.numel() * 4 < limit:
-            out = tree_sum(self._gather(call, partial), out_dtype)
+            mover, payload = self._mover(partial), row_major_bytes(partial)
+            if isinstance(mover, NcclMover) and (peers := mover.peers_for(payload)) is not None:
+                mover.agree(call)
+                out = peers.sum(payload, out_dtype).view(partial.shape)
+                self._record("all_reduce", "one-shot", partial, peers.name)
+                return out
+            out = tree_sum(self._rows(mover.gather(call, payload), partial), out_dtype)
             self._record("all_reduce", "one-shot", partial)
             return out
         flat = partial.reshape(-1)
@@ -327,16 +340,21 @@ class TreeCommunicator:
     def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         call = self._call("all_gather", x, arg=dim)
         self._refuse(call, unmovable(call, x) or dim_problem(x, dim))
-        parts = self._gather(call, x)
-        self._record("all_gather", "bytes", x)
+        mover, payload = self._mover(x), row_major_bytes(x)
+        parts = self._rows(mover.gather(call, payload), x)
+        peers = mover.peers_for(payload) if isinstance(mover, NcclMover) else None
+        self._record("all_gather", "bytes", x, "" if peers is None else peers.name)
         if dim in (0, -x.dim()):
             return parts.reshape(self.world_size * x.shape[0], *x.shape[1:])
         return torch.cat(list(parts), dim=dim)
 
     def _gather(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """[world_size, *x.shape]"""
-        rows = self._mover(x).gather(call, row_major_bytes(x))
-        return rows.contiguous().view(x.dtype).reshape(self.world_size, *x.shape)
+        return self._rows(self._mover(x).gather(call, row_major_bytes(x)), x)
+
+    def _rows(self, gathered: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """uint8 [world_size, n] -> [world_size, *x.shape]"""
+        return gathered.contiguous().view(x.dtype).reshape(self.world_size, *x.shape)
 
     def _sum_slices(self, call: Call, slices: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""

@@ -8,18 +8,21 @@ import torch.distributed as dist
 
 from rl_comm.board import Board, Signatures
 from rl_comm.mover import Call, Mover, gathered_into
+from rl_comm.peer_memory import PeerMemory
 
 
 class NcclMover:
     """NCCL (RCCL) as a mover of bytes, on the current stream, so inside a graph capture too.
 
-    ``agreement`` compares the ranks' calls on the host first; nothing waits for the device.
+    ``agreement`` compares the ranks' calls on the host first; nothing waits for the device. ``peers``, where the ranks
+    reach one another's memory, move what is small.
     """
 
-    name = "nccl"
-
-    def __init__(self, group: Any, rank: int, world_size: int, agreement: Board | Signatures) -> None:
-        self.group, self.rank, self.world_size = group, rank, world_size
+    def __init__(
+        self, group: Any, rank: int, world_size: int, agreement: Board | Signatures, peers: PeerMemory | None = None
+    ) -> None:
+        self.group, self.rank, self.world_size, self.peers = group, rank, world_size, peers
+        self.name = "nccl" if peers is None else f"nccl+{peers.name}"
         self._agreement = agreement
         self._grouped = True
         # connections are made at the first use of each form, which must not be inside a graph capture
@@ -33,7 +36,16 @@ class NcclMover:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
         if not call.agreed:
             self._agreement.agree(call)
-        return self._gather(payload)
+        peers = self.peers_for(payload)
+        return self._gather(payload) if peers is None else peers.gather(payload)
+
+    def peers_for(self, payload: torch.Tensor) -> PeerMemory | None:
+        """What moves ``payload`` (uint8 [n]) through peer memory, if that is how it goes."""
+        return self.peers if self.peers is not None and self.peers.fits(payload) else None
+
+    def agree(self, call: Call) -> None:
+        """Return once all ranks are seen to make this call."""
+        self._agreement.agree(call)
 
     def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """``gather`` of each payload: one look at the peers and one launch, without a copy that joins them."""

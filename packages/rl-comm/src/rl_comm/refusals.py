@@ -11,7 +11,7 @@ from rl_contract import ContractError, MissingSupport
 from rl_contract.checks import whole_number
 from rl_contract.communicator import dim_problem, tensor_problem
 
-TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl")
+TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl", "peer_memory")
 
 
 def fits_op(x: Any, out_dtype: Any, dim: Any = 0) -> bool:
@@ -74,9 +74,9 @@ def unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any,
     """Why a communicator can't be made of these."""
     if transport not in TRANSPORTS:
         return ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
-    if transport == "nccl" and "nccl" not in backends:
+    if transport in ("nccl", "peer_memory") and "nccl" not in backends:
         return MissingSupport(
-            f"transport='nccl' got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
+            f"transport={transport!r} got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
         )
     if two_shot_bytes is not None and (not whole_number(two_shot_bytes) or two_shot_bytes < 0):
         return ContractError(f"two_shot_bytes={two_shot_bytes!r}; supported: None or an integer of 0 or more bytes")

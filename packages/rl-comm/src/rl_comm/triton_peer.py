@@ -1,0 +1,105 @@
+"""Contract `collective` through peer memory: fp32 parts of all ranks, the balanced tree, one rounding at the root.
+
+Every rank writes its part into a slot of its own in each peer's memory, says so by a flag, waits for the peers' flags
+and adds what lies in its own memory by the tree of ``triton_tree``, in the order written below. A program's elements,
+hence their order, don't depend on the launch.
+
+Slots are used in turn, two for each rank. A rank writes over a slot of call k in call k + 2, before which it has seen
+the peer's flag of call k + 1, which the peer set after its call k had ended. That needs one grid for all calls: each
+program counts its calls in device memory, so that replays of graphs count too.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _at(addresses, rank):
+    # so aligned that a thread moves 16 bytes at a time
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _exchange(
+    words, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where in this rank's memory the peers' slots of this call begin, once they are filled.
+
+    An allocation: slots int32 [2, WORLD, SLOT], flags int32 [WORLD, PROGRAMS], calls int32 [PROGRAMS].
+    """
+    program = tl.program_id(0)
+    mine = _at(addresses, RANK)
+    counter = mine + 2 * WORLD * SLOT + WORLD * PROGRAMS + program
+    number = tl.load(counter) + 1
+    slots = number % 2 * (WORLD * SLOT)
+    for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        held = at < n
+        part = tl.load(words + at, held)
+        for step in tl.static_range(1, WORLD):
+            theirs = _at(addresses, (RANK + step) % WORLD)
+            tl.store(theirs + slots + RANK * SLOT + at, part, held)
+    # all threads have written before one of them says so
+    tl.debug_barrier()
+    for step in tl.static_range(1, WORLD):
+        theirs = _at(addresses, (RANK + step) % WORLD)
+        flag = theirs + 2 * WORLD * SLOT + RANK * PROGRAMS + program
+        tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    for step in tl.static_range(1, WORLD):
+        flag = mine + 2 * WORLD * SLOT + (RANK + step) % WORLD * PROGRAMS + program
+        # a peer that is done with this call may say the next one already
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < number:
+            pass
+    tl.debug_barrier()
+    tl.store(counter, number)
+    return mine + slots
+
+
+@triton.jit
+def _part(words, slots, at, held, PEER: tl.constexpr, RANK: tl.constexpr, SLOT: tl.constexpr):
+    if PEER == RANK:
+        part = tl.load(words + at, held)
+    else:
+        # written by another GPU: never from this processor's own cache
+        part = tl.load(slots + PEER * SLOT + at, held, cache_modifier=".cg")
+    return part
+
+
+@triton.jit
+def _pair(words, slots, at, held, FIRST: tl.constexpr, RANK: tl.constexpr, SLOT: tl.constexpr):
+    left = _part(words, slots, at, held, FIRST, RANK, SLOT).to(tl.float32, bitcast=True)
+    return left + _part(words, slots, at, held, FIRST + 1, RANK, SLOT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def peer_sum_kernel(
+    words, out, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """words: the bits of this rank's fp32 [n] -> out [n]; grid (PROGRAMS,). addresses int64 [WORLD] of allocations."""
+    slots = _exchange(words, addresses, n, SLOT, PROGRAMS, RANK, WORLD, BLOCK)
+    for begin in range(tl.program_id(0) * BLOCK, n, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        held = at < n
+        total = _pair(words, slots, at, held, 0, RANK, SLOT)
+        if WORLD >= 4:
+            total += _pair(words, slots, at, held, 2, RANK, SLOT)
+        if WORLD >= 8:
+            upper = _pair(words, slots, at, held, 4, RANK, SLOT)
+            total += upper + _pair(words, slots, at, held, 6, RANK, SLOT)
+        tl.store(out + at, total.to(out.dtype.element_ty), held)
+
+
+@triton.jit
+def peer_gather_kernel(
+    words, out, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """words int32 [n] -> out int32 [WORLD, n]; grid (PROGRAMS,)."""
+    slots = _exchange(words, addresses, n, SLOT, PROGRAMS, RANK, WORLD, BLOCK)
+    for begin in range(tl.program_id(0) * BLOCK, n, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        held = at < n
+        for peer in tl.static_range(WORLD):
+            tl.store(out + peer * n + at, _part(words, slots, at, held, peer, RANK, SLOT), held)
