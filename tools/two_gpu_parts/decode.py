@@ -8,6 +8,7 @@ least for the other, which no host slows down.
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,11 +111,13 @@ def trace_off(worker: Any) -> float:
 
     torch.cuda.synchronize()
     worker.rl_profile.__exit__(None, None, None)
-    found = sum(event.device_time_total for event in worker.rl_profile.events() if "CUDA" in str(event.device_type))
-    return float(found) / 1e3
+    with tempfile.NamedTemporaryFile(suffix=".json") as f:
+        worker.rl_profile.export_chrome_trace(f.name)
+        events = json.loads(Path(f.name).read_text())["traceEvents"]
+    return sum(float(event["dur"]) for event in events if event.get("cat") == "kernel") / 1e3
 
 
-def busy(llm: Any, prompt: int, batch: int) -> float:
+def busy(llm: Any, prompt: int, batch: int, seeded: bool) -> float:
     """Milliseconds of kernels a decode step, on the rank that waits least for its peer."""
     from vllm import SamplingParams
 
@@ -123,7 +126,14 @@ def busy(llm: Any, prompt: int, batch: int) -> float:
     def generate(tokens: int) -> None:
         # steps of prompts are in both calls
         params = [
-            SamplingParams(temperature=1.0, seed=i, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+            SamplingParams(
+                temperature=1.0,
+                seed=i if seeded else None,
+                max_tokens=tokens,
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+            )
             for i in range(batch)
         ]
         llm.generate(prompts, params, use_tqdm=False)
@@ -171,7 +181,7 @@ def measure(arm: str, folder: str, end: float) -> None:
             note(case=[prompt, batch], **speed(prompt, batch, new))
         if number == ROUNDS - 1:
             for prompt, batch, _ in CASES:
-                note(traced=batch, busy=busy(llm, prompt, batch))
+                note(traced=batch, busy=busy(llm, prompt, batch, arm == "strict"))
         turns.say(f"round{number}")
     os._exit(0)
 

@@ -172,7 +172,7 @@ def _driver() -> Driver | None:
 
 
 def connect(gloo: GlooMover, driver: Callable[[], Driver | None] = _driver) -> PeerMemory | None:
-    """Memory that all ranks of ``gloo`` reach, on each rank's current GPU; None if one can't; the same on every rank."""
+    """Memory of each rank's current GPU that all ranks of ``gloo`` reach; None, on every rank, if one can't."""
     known, device, bus = driver() if gloo.world_size in SLOT_BYTES else None, 0, ""
     try:
         device, bus = known.current() if known is not None else (0, "")
