@@ -325,13 +325,10 @@ def test_decode_measures_in_turns_and_takes_the_better_round(parts, tmp_path):
 
 def test_decode_asks_the_bench_for_every_case_and_round(parts, tmp_path, monkeypatch):
     module = parts("two_gpu_parts.decode")
-    arms, asked, resets, traced = module.engine_arms, [], [], []
+    arms, asked, resets = module.engine_arms, [], []
     llm = types.SimpleNamespace(
         llm_engine=types.SimpleNamespace(output_processor=types.SimpleNamespace(process_outputs=None)),
         reset_prefix_cache=lambda: resets.append(len(asked)),
-        generate=lambda prompts, params, use_tqdm: traced.append((len(prompts), params[0].max_tokens)),
-        # two ranks, of which the second waits for longer; 24 steps more take 12 ms
-        collective_rpc=lambda call: [0.5 * traced[-1][1], 9.0 * traced[-1][1]] if call is module.trace_off else None,
     )
     start, measure = inspect.signature(arms.start), inspect.signature(arms.measure)
 
@@ -348,14 +345,10 @@ def test_decode_asks_the_bench_for_every_case_and_round(parts, tmp_path, monkeyp
     monkeypatch.setattr(arms, "start", begun)
     monkeypatch.setattr(arms, "measure", measured)
     monkeypatch.setattr(module.os, "_exit", lambda status: None)
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
     module.measure("strict", str(tmp_path), time.time())
     assert asked == [(*case, True) for case in module.CASES] * (1 + module.ROUNDS)
     assert resets == list(range(len(asked)))
-    found = module.speeds(tmp_path)
-    assert found["tokens/s, batch 1, prompt 512"]["strict"]["decode"] == 2.0
-    assert found["kernels of a step, ms, batch 64"] == {"strict": 0.5}
-    assert traced[:3] == [(64, 2), (64, 4), (64, 4 + module.TRACED)]
+    assert module.speeds(tmp_path)["tokens/s, batch 1, prompt 512"]["strict"]["decode"] == 2.0
 
 
 ARM = """

@@ -1,14 +1,12 @@
 """Tokens a second of vLLM at TP2, strict beside native; Qwen3-8B's dimensions with 8 layers and dummy weights.
 
 Both engines start at once, since starting takes longest, and are measured in turns: files in the folder say who is
-ready and whose turn it is. Of each, the best of the rounds; and how long a step's kernels run on the rank that waits
-least for the other, which no host slows down.
+ready and whose turn it is. Of each, the best of the rounds.
 """
 
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,6 @@ LAYERS = 8
 CASES = ((512, 64, 96), (512, 1, 128))
 TARGETS = {64: 0.95, 1: 0.85}
 ROUNDS = 3
-TRACED = 24
 PROGRAM = (sys.executable, "-W", "ignore", str(Path(__file__).resolve()))
 
 
@@ -63,9 +60,6 @@ def speeds(root: Path) -> dict[str, Any]:
         if len(best) == len(ARMS):
             ratio = best["strict"]["decode"] / best["native"]["decode"]
             found[f"strict TP2 decode of native at batch {batch} >= {TARGETS[batch]}"] = round(ratio, 3)
-        busy = {arm: x["busy"] for arm, lines in held.items() for x in lines if x.get("traced") == batch}
-        if busy:
-            found[f"kernels of a step, ms, batch {batch}"] = busy
     return found
 
 
@@ -95,62 +89,8 @@ class Turns:
             time.sleep(0.02)
 
 
-def trace_on(worker: Any) -> None:
-    """In a worker: what its GPU does is noted from here on."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    worker.rl_profile = profile(activities=[ProfilerActivity.CUDA])
-    worker.rl_profile.__enter__()
-
-
-def trace_off(worker: Any) -> float:
-    """Milliseconds for which kernels ran since ``trace_on``."""
-    import torch
-
-    torch.cuda.synchronize()
-    worker.rl_profile.__exit__(None, None, None)
-    with tempfile.NamedTemporaryFile(suffix=".json") as f:
-        worker.rl_profile.export_chrome_trace(f.name)
-        events = json.loads(Path(f.name).read_text())["traceEvents"]
-    return sum(float(event["dur"]) for event in events if event.get("cat") == "kernel") / 1e3
-
-
-def busy(llm: Any, prompt: int, batch: int, seeded: bool) -> float:
-    """Milliseconds of kernels a decode step, on the rank that waits least for its peer."""
-    from vllm import SamplingParams
-
-    prompts = [{"prompt_token_ids": [10 + (7 * i + j) % 1000 for j in range(prompt)]} for i in range(batch)]
-
-    def generate(tokens: int) -> None:
-        # steps of prompts are in both calls
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                seed=i if seeded else None,
-                max_tokens=tokens,
-                logprobs=0,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            for i in range(batch)
-        ]
-        llm.generate(prompts, params, use_tqdm=False)
-
-    generate(2)
-    taken = []
-    for tokens in (4, 4 + TRACED):
-        llm.collective_rpc(trace_on)
-        generate(tokens)
-        taken.append(llm.collective_rpc(trace_off))
-    return round(min(long - short for short, long in zip(*taken)) / TRACED, 3)
-
-
 def measure(arm: str, folder: str, end: float) -> None:
     begin = time.monotonic()
-    # functions of this file go to the workers
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     root = Path(folder)
     turns, out = Turns(root, arm, end), root / f"{arm}.jsonl"
     llm = engine_arms.start(
@@ -179,9 +119,6 @@ def measure(arm: str, folder: str, end: float) -> None:
         turns.wait(number)
         for prompt, batch, new in CASES:
             note(case=[prompt, batch], **speed(prompt, batch, new))
-        if number == ROUNDS - 1:
-            for prompt, batch, _ in CASES:
-                note(traced=batch, busy=busy(llm, prompt, batch, arm == "strict"))
         turns.say(f"round{number}")
     os._exit(0)
 
