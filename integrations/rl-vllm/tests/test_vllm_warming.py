@@ -32,13 +32,15 @@ def settings(**changes):
 
 
 def test_forward_passes_fill_what_lies_between_captured_sizes_and_the_largest_step():
-    assert warming.forward_sizes(settings()) == [1024]
-    assert warming.forward_sizes(settings(max_num_batched_tokens=8000)) == [1024, 2048, 4096]
-    assert warming.forward_sizes(settings(eager=True)) == [1 << k for k in range(11)]
-    assert warming.forward_sizes(settings(mode=0, max_num_batched_tokens=5)) == [1, 2, 4]
+    assert warming.forward_sizes(settings()) == [1023, 1024, 2047]
+    large = [1023, 1024, 2047, 2048, 4095, 4096]
+    assert warming.forward_sizes(settings(max_num_batched_tokens=8000)) == large
+    # a multiple of 16 and another number of every power of two that has both
+    assert warming.forward_sizes(settings(eager=True, max_num_batched_tokens=33)) == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32]
+    assert warming.forward_sizes(settings(mode=0, max_num_batched_tokens=5)) == [1, 2, 3, 4]
     assert warming.forward_sizes(settings(sizes=None, max_num_batched_tokens=3)) == [1, 2]
     # vLLM's dummy requests share the tokens, and the last has the rest; a block table here has room for 1,000
-    assert warming.forward_sizes(settings(max_num_batched_tokens=8000, max_num_seqs=2)) == [1024]
+    assert warming.forward_sizes(settings(max_num_batched_tokens=8000, max_num_seqs=2)) == [1023, 1024]
     assert warming.forward_sizes(settings(max_num_batched_tokens=8000, max_num_seqs=1)) == []
 
 
@@ -168,7 +170,7 @@ def test_a_worker_that_has_warmed_up_has_counted_no_launch_and_no_draw(monkeypat
     assert launches() == []
     assert knobs.runtime.jit_post_compile_hook is hook
     assert [x for x in order if x != "head"] == [
-        "vLLM", "synchronize", "forget", 1024, "empty_cache", "synchronize", "freeze", "forget"
+        "vLLM", "synchronize", "forget", 1023, 1024, 2047, "empty_cache", "synchronize", "freeze", "forget"
     ]  # fmt: skip
     assert worker._rl_forwards == 0
 

@@ -72,6 +72,43 @@ def interpreted(tmp_path, world, order="tree", slot=600, programs=3):
     return [int(x.stdout) for x in done]
 
 
+TARGETS = {"sm90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(("world", "rank"), [(2, 0), (8, 5)])
+@pytest.mark.parametrize("name", ["peer_sum_kernel", "peer_gather_kernel"])
+def test_kernels_compile(arch, world, rank, name):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rl_comm import triton_peer
+
+    kernel = getattr(triton_peer, name)
+    constants = {"SLOT": peer_memory.words_of(world)[0], "PROGRAMS": peer_memory.PROGRAMS, "RANK": rank}
+    constants |= {"WORLD": world, "BLOCK": 2048}
+    out = "*bf16" if name == "peer_sum_kernel" else "*i32"
+    types = {"words": "*i32", "out": out, "addresses": "*i64", "n": "i32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={(kernel.arg_names.index(given),): value for given, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(4)},
+    )
+    text = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options={"num_warps": 8}).asm
+    if arch != "sm90":
+        # flags are written behind what came before for every GPU to see, and read from where peers write
+        assert text["amdgcn"].count("buffer_wbl2 sc0 sc1") >= world - 1
+        return
+    lines = [line.strip() for line in text["ptx"].splitlines()]
+    assert sum("release" in line and "sys" in line for line in lines) == world - 1
+    assert sum("acquire" in line and "sys" in line for line in lines) == world - 1
+    # 16 bytes at a time, also to peers, and peers' parts never from a processor's own cache
+    assert sum("st.global.v4" in line for line in lines) >= 2 * (world - 1)
+    assert sum("ld.global.cg.v4" in line for line in lines) == 2 * (world - 1)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_come_when_they_like_get_the_trees_bits(tmp_path, world):
     assert interpreted(tmp_path, world) == [0] * world

@@ -76,15 +76,16 @@ def _unwatched() -> Iterator[None]:
 
 
 def forward_sizes(config: Any) -> list[int]:
-    """Numbers of tokens, powers of two, between the largest captured and the most of a step, which vLLM has run.
+    """Numbers of tokens between the largest captured and the most of a step, which vLLM has run.
 
+    Powers of two and the numbers before them: Triton compiles a kernel for multiples of 16 and once more for others.
     None at which a request of vLLM's dummy batch is longer than its block table has room for.
     """
     compilation, scheduler, model = config.compilation_config, config.scheduler_config, config.model_config
     graphs = not model.enforce_eager and bool(compilation.cudagraph_mode)
     captured = max(compilation.cudagraph_capture_sizes or (), default=0) if graphs else 0
     most = scheduler.max_num_batched_tokens
-    sizes = [size for size in _powers(most) if captured < size < most]
+    sizes = sorted({size for power in _powers(most) for size in (power - 1, power) if captured < size < most})
     return [size for size in sizes if sum(divmod(size, min(size, scheduler.max_num_seqs))) <= model.max_model_len]
 
 
