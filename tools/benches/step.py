@@ -26,6 +26,8 @@ _SAME = (
     *("eager", "attention", "token_budget", "weights", "sleep"),
 )
 ARMS = ("strict", "native")
+# proofs are made at the first and last step only; saving is in no step
+_RARE = {"prove"}
 
 
 def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
@@ -58,7 +60,8 @@ def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[
             "of equal tokens, e.g. of a random model, which seldom stops by itself"
         )
     strict, native = ([found[arm][n] for n in steps if n not in uneven] for arm in ARMS)
-    rows = [_row(phase, strict, native) for phase in PHASES if any(s["seconds"].get(phase) for s in strict + native)]
+    spent = {phase for step in strict + native for phase, seconds in step["seconds"].items() if seconds}
+    rows = [_row(phase, strict, native) for phase in PHASES if phase in spent - _RARE]
     rows.append(_row("whole step", strict, native))
     # of every sitting: steps of all are in the medians
     ran = ", then ".join(name for run in runs if "native" in run.arms() for name in names(run))
@@ -72,8 +75,7 @@ def _settled(arm: str, manifest: Mapping[str, Any], steps: Sequence[Mapping[str,
 
 def _seconds(step: Mapping[str, Any], phase: str) -> float:
     spent = step["seconds"]
-    # proofs are made at the first and last step only, and saving is not in a step
-    return sum(s for p, s in spent.items() if p != "prove") if phase == "whole step" else float(spent.get(phase, 0.0))
+    return sum(s for p, s in spent.items() if p not in _RARE) if phase == "whole step" else float(spent.get(phase, 0.0))
 
 
 def _row(phase: str, strict: Sequence[Mapping[str, Any]], native: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -81,7 +81,9 @@ def _collectives(axis: Any, times: dict[str, dict[str, float]]) -> None:
         axis, "all-reduce of fp32 partials to bf16 over two GPUs", "elements", "microseconds of a call in a graph"
     )
     for form in dict.fromkeys(form for found in times.values() for form in found):
-        axis.plot(list(times), [found.get(form) for found in times.values()], marker="o", label=form)
+        label = f"NCCL, {form}" if form.endswith("-shot") else form
+        axis.plot(list(times), [found.get(form) for found in times.values()], marker="o", label=label)
+    axis.tick_params(axis="x", labelsize=7.5)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")
     panels.legend(axis, 3)
