@@ -84,6 +84,92 @@ def test_a_gradient_that_nobody_wrote_is_refused_where_it_would_be_lost():
             assert torch.equal(traced(x), 2 * x)
 
 
+GRAD, VMAP = torch.func.grad, torch.vmap
+LOST = {
+    "grad": lambda x: GRAD(lambda a: scaled(a).sum())(x),
+    "grad of the bias": lambda x: GRAD(lambda a: scaled(x, a).sum())(x),
+    "grad of what is written": lambda x: GRAD(lambda a: (grow(a * 1, x), a.sum())[1])(x),
+    "vjp": lambda x: torch.func.vjp(scaled, x),
+    "jacrev": lambda x: torch.func.jacrev(scaled)(x),
+    "hessian": lambda x: torch.func.hessian(lambda a: (a * scaled(a)).sum())(x),
+    "vmap of grad": lambda x: VMAP(GRAD(lambda a: scaled(a)))(x),
+    "grad of vmap": lambda x: GRAD(lambda a: VMAP(scaled)(a).sum())(x),
+    "grad of the outer": lambda x: GRAD(lambda a: GRAD(lambda b: (b * scaled(a)).sum())(x).sum())(x),
+    "autograd around vmap": lambda x: VMAP(scaled)(x.clone().requires_grad_()),
+    "jvp": lambda x: torch.func.jvp(scaled, (x,), (x,)),
+    "linearize": lambda x: torch.func.linearize(scaled, x),
+    "jacfwd": lambda x: torch.func.jacfwd(scaled)(x),
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_transforms_that_would_take_zeros_for_a_gradient_are_refused(how):
+    with pytest.raises(ContractError, match=r"requires grad.*no_grad|forward-mode"):
+        LOST[how](torch.randn(3))
+
+
+@pytest.mark.parametrize("how", ["grad", "vjp", "vmap of grad", "grad of vmap", "jvp"])
+def test_a_compiler_refuses_them_too(how):
+    for backend in ("eager", "aot_eager"):
+        with pytest.raises(Exception, match=r"requires grad.*no_grad|forward-mode"):
+            torch.compile(LOST[how], backend=backend)(torch.randn(3))
+
+
+def product(op):
+    """a -> sum of a * op(a), where the factor counts as a constant: the gradient of the first is op(a)."""
+
+    def of(a):
+        with torch.no_grad():
+            factor = op(a)
+        return (a * factor).sum()
+
+    return of
+
+
+KEPT = {
+    "vmap": lambda op, x: VMAP(op)(x),
+    "vmap of vmap": lambda op, x: VMAP(VMAP(op))(x),
+    "a constant of grad": lambda op, x: GRAD(lambda a: (a * op(x)).sum())(x),
+    "no_grad in grad": lambda op, x: GRAD(product(op))(x),
+    "vmap of that": lambda op, x: VMAP(VMAP(GRAD(product(op))))(x),
+    "a constant of both": lambda op, x: VMAP(VMAP(GRAD(lambda a, b: a * op(b))))(x, x),
+    "vmap in grad": lambda op, x: GRAD(lambda a, b: (a * VMAP(op)(b)).sum())(x, x),
+    "grad of grad": lambda op, x: VMAP(VMAP(GRAD(GRAD(lambda a, b: a * a / 2 * op(b)))))(x, x),
+    "functionalize": lambda op, x: torch.func.functionalize(op)(x),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.parametrize("op", [scaled, squared], ids=["scaled", "squared"])
+def test_transforms_that_lose_nothing_have_the_bits_of_plain_calls(op, how):
+    x = torch.randn(4, 3)
+    wanted = op(x)
+    assert torch.equal(KEPT[how](op, x), wanted)
+    assert torch.equal(torch.compile(lambda x: KEPT[how](op, x), backend="eager")(x), wanted)
+
+
+def test_a_gradient_around_a_transform_flows_through_a_registered_one():
+    x = torch.randn(4, 3)
+    for call in (VMAP(squared), lambda y: GRAD(lambda a, b: (a * squared(b)).sum())(x, y)):
+        leaf = x.clone().requires_grad_()
+        call(leaf).sum().backward()
+        assert torch.equal(leaf.grad, 2 * x)
+    leaf = x[0].clone().requires_grad_()
+    (rows,) = torch.autograd.grad(squared(leaf), leaf, torch.eye(3), is_grads_batched=True)
+    assert torch.equal(rows, torch.diag(2 * x[0]))
+
+
+def test_a_write_inside_a_transform_arrives():
+    def grown(a, b):
+        total = b.clone()
+        with torch.no_grad():
+            grow(total, b)
+        return (a * total).sum()
+
+    x = torch.randn(4, 3)
+    assert torch.equal(GRAD(grown)(x, x), 2 * x)
+
+
 def test_a_registered_gradient_flows():
     x = torch.tensor([1.0, -3.0], requires_grad=True)
     squared(x).sum().backward()
@@ -131,6 +217,38 @@ def test_what_kernels_would_not_be_given_is_refused_when_an_operator_is_made():
     for number, (function, name) in enumerate(((by_name, "factor"), (of_a_list, "xs"))):
         with pytest.raises(ContractError, match=rf"'{name}'.*by place"):
             opaque_op(f"rl_contract_test::odd{number}")(function)
+
+
+def test_an_operator_that_is_refused_leaves_its_name_free():
+    def by_name(x: Tensor, *, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    def unannotated(x):
+        return x * 2
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    for function, rest, words in (
+        (by_name, {}, "by place"),
+        (unannotated, {}, "can't be made of unannotated.*annotated tensors"),
+        (doubled, {"mutates_args": ("y",)}, "can't be made of doubled.*mutates_args"),
+        (doubled, {"device_type": "xpu"}, "'xpu'.*'cpu', 'cuda'"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            opaque_op("rl_contract_test::again", **rest)(function)
+    made = opaque_op("rl_contract_test::again")(doubled)
+    assert torch.equal(torch.ops.rl_contract_test.again(torch.ones(2)), made(torch.ones(2)))
+    for name, words in (
+        ("rl_contract_test::again", "give a name that no operator of the process has"),
+        ("again", "'namespace::name'"),
+        ("a::b::c", "'namespace::name'"),
+        ("a::", "'namespace::name'"),
+        (None, "'namespace::name'"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            opaque_op(name)(doubled)
+    assert torch.equal(made(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_a_written_tensor_may_be_left_out():

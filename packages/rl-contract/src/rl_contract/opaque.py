@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from rl_contract.errors import ContractError
@@ -16,6 +17,21 @@ from rl_contract.errors import ContractError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", None: "CompositeExplicitAutograd"}
 _libraries: dict[str, torch.library.Library] = {}
+
+
+def _keys(*names: str) -> Any:
+    found = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    for name in names:
+        found = found | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return found
+
+
+# what torch.func shuts out of the dispatcher while one of its transforms handles a call, to be let in again below it
+_BELOW = _keys(
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchBatched", "FuncTorchVmapMode"),
+    *("FuncTorchGradWrapper", "Functionalize", "ADInplaceOrView", "AutogradCPU", "AutogradOther"),
+)
+_VMAP = _keys("FuncTorchVmapMode")
 
 
 class OpaqueOp:
@@ -31,21 +47,25 @@ class OpaqueOp:
         overload: the dispatcher's operator, for ``torch.library.opcheck`` and callers that keep it.
 
     Raises:
-        ContractError: another device type, or a parameter that is a list of tensors or must be given by name.
+        ContractError: another device type, a name without a namespace or of an operator that there is, a function
+            that no schema can be made of, or a parameter that is a list of tensors or must be given by name. Nothing
+            is registered then.
     """
 
     def __init__(
         self, name: str, function: Callable[..., Any], mutates_args: Sequence[str], device_type: str | None
     ) -> None:
         self.name = name
+        _check_kind(name, device_type)
         namespace, short = name.split("::")
-        if namespace not in _libraries:
-            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-        self._library = _libraries[namespace]
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
-        self._library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self.overload = getattr(getattr(torch.ops, namespace), short).default
-        arguments = self.overload._schema.arguments
+        try:
+            schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
+        except ValueError as error:
+            raise ContractError(
+                f"{name} can't be made of {getattr(function, '__name__', function)}: {error}; supported: annotated "
+                "tensors, numbers and texts by place, and names of its tensors in mutates_args"
+            ) from error
+        arguments = torch._C.parse_schema(name + schema).arguments
         # kernels are given all by place, and each tensor is looked at
         lists = [x.name for x in arguments if "List[" in str(x.type) and "Tensor" in str(x.type)]
         odd = lists + [x.name for x in arguments if x.kwarg_only]
@@ -54,15 +74,26 @@ class OpaqueOp:
                 f"{name} got parameters {odd} that are lists of tensors or must be given by name; supported: tensors, "
                 "numbers and texts by place; pass lists as single tensors"
             )
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        self._library = _libraries[namespace]
+        try:
+            self._library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        except RuntimeError as error:
+            raise ContractError(
+                f"{name} can't be defined, give a name that no operator of the process has: {error}"
+            ) from error
+        self.overload = getattr(getattr(torch.ops, namespace), short).default
         self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         self._written = [i for i, argument in enumerate(arguments) if argument.name in mutates_args]
         self._differentiable = False
         self.register_kernel(device_type)(function)
+        if self._tensors:
+            self._library.impl(short, self._transformed, "FuncTorchDynamicLayerBackMode")
 
     def register_kernel(self, device_type: str | None) -> Callable[[_Function], _Function]:
         """Decorator of the kernel for another device type."""
-        if device_type not in _DISPATCH_KEYS:
-            raise ContractError(f"{self.name} got device_type={device_type!r}; supported: 'cpu', 'cuda', None for both")
+        _check_kind(self.name, device_type)
 
         def register(function: _Function) -> _Function:
             self._library.impl(self.name.split("::")[1], self._guarded(function), _DISPATCH_KEYS[device_type])
@@ -89,24 +120,54 @@ class OpaqueOp:
                         "torch.no_grad(), or the package's functions, whose gradients are in order"
                     )
 
+    def _refuse_tangents(self) -> None:
+        # the dispatcher drops tangents of an operator without a word
+        if forward_ad._current_level >= 0:
+            raise ContractError(
+                f"{self.name} got called under forward-mode differentiation (torch.func.jvp, dual_level), and has "
+                "no tangents; supported: backward(), torch.autograd.grad"
+            )
+
     def _refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def fake(*arguments: Any, **named: Any) -> Any:
+            self._refuse_tangents()
             self._refuse_gradients(arguments)
             return function(*arguments, **named)
 
         return fake
 
+    def _transformed(self, *arguments: Any) -> Any:
+        """The call inside a transform of ``torch.func``, below which kernels see plain tensors that require nothing.
+
+        As the dispatcher's own way on: the transform's wrappers come off, the call is made again without it.
+        """
+        interpreter = retrieve_current_functorch_interpreter()
+        self._refuse_tangents()
+        self._refuse_gradients(arguments)
+        level, functorch = interpreter.level(), torch._C._functorch
+        wraps_tensors = interpreter.key() == functorch.TransformType.Grad
+        if wraps_tensors:
+            arguments = tuple(
+                functorch._unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in arguments
+            )
+        with interpreter.lower():
+            included = torch._C._dispatch_tls_local_include_set() - _VMAP
+            excluded = torch._C._dispatch_tls_local_exclude_set() - _BELOW
+            with torch._C._ForceDispatchKeyGuard(included, excluded):
+                result = self.overload(*arguments)
+        if not wraps_tensors or result is None:
+            return result
+        if isinstance(result, torch.Tensor):
+            return functorch._wrap_for_grad(result, level)
+        return tuple(functorch._wrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in result)
+
     def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         tensors, written = self._tensors, self._written
 
         def kernel(*arguments: Any) -> Any:
-            # the dispatcher drops tangents of an operator without a word
             if forward_ad._current_level >= 0:
-                raise ContractError(
-                    f"{self.name} got called under forward-mode differentiation (torch.func.jvp, dual_level), and has "
-                    "no tangents; supported: backward(), torch.autograd.grad"
-                )
+                self._refuse_tangents()
             if torch.is_grad_enabled():
                 self._refuse_gradients(arguments)
             result = function(*arguments)
@@ -120,6 +181,13 @@ class OpaqueOp:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self.overload(*arguments, **named)
+
+
+def _check_kind(name: str, device_type: str | None) -> None:
+    if device_type not in _DISPATCH_KEYS:
+        raise ContractError(f"{name} got device_type={device_type!r}; supported: 'cpu', 'cuda', None for both")
+    if not isinstance(name, str) or name.count("::") != 1 or not all(part.isidentifier() for part in name.split("::")):
+        raise ContractError(f"an operator got name={name!r}; supported: 'namespace::name'")
 
 
 def opaque_op(
