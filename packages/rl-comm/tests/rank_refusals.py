@@ -1,5 +1,6 @@
 """Calls that every rank is told are wrong, and peers that do not call: on all ranks at once, by ``rank_main.py``."""
 
+import itertools
 import os
 import re
 import time
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_values import make, same_bits
+from torch._subclasses import FakeTensorMode
 
 from rl_comm import TreeCommunicator, board, gather_from_ranks, reduce_from_ranks, shared_memory
 from rl_comm.mover import HEADER_BYTES, Call, GlooMover
@@ -73,6 +75,18 @@ def check_one_rank_refuses(rank, world):
         cases.append((lambda t: comm.reduce_scatter(x, out_dtype=None if t is x else t), dtype))
     cases += [(lambda y: reduce_from_ranks(y, comm), bad) for bad in (None, "x", ints, sparse)]
     cases += [(lambda y: gather_from_ranks(y, comm), bad) for bad in (None, "x", sparse)]
+    # what has no elements of its own, and what an op without a gradient would have to differentiate
+    nested = [torch.nested.nested_tensor([x, x[:1]], layout=layout) for layout in (torch.strided, torch.jagged)]
+    with FakeTensorMode():
+        fake = torch.ones(2 * world)
+    ops = (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast, lambda y: reduce_from_ranks(y, comm))
+    cases += [(op, bad) for op in ops for bad in (*nested, fake)]
+    for op, bad in itertools.product((comm.all_gather_each, comm.all_gather_into), (*nested, fake, None)):
+        with pytest.raises(
+            ContractError, match="supported: a " if rank == 0 else r"refused on rank 0, .*This rank: 2 x"
+        ):
+            op([x.clone(), bad if rank == 0 else x.clone()])
+    cases += [(op, x.clone().requires_grad_()) for op in ops[:3]]
     for at, (call, bad) in enumerate(cases):
         odd = at % world
         with pytest.raises(ContractError, match=rf"ranks make different calls.*refused on rank {odd}, ") as refusal:
@@ -80,6 +94,16 @@ def check_one_rank_refuses(rank, world):
         assert ("This rank: " in str(refusal.value)) == (rank == odd)
         # the very next call is this one on every rank, with the right value
         assert float(comm.all_reduce(torch.full((3,), float(at + rank)))[2]) == at * world + sum(range(world)), at
+    for transform in (torch.func.grad, torch.func.vmap, lambda op: lambda y: torch.func.jvp(op, (y,), (y,))):
+        for op in (comm.all_reduce, comm.broadcast, lambda y: comm.all_gather_each([y])[0]):
+            if transform is torch.func.vmap and op == comm.all_reduce:
+                # an op is called for one row after another
+                rows = torch.func.vmap(op)(torch.stack([x, x + rank]))
+                assert torch.equal(rows, torch.stack([x * world, x * world + sum(range(world))]))
+                continue
+            with pytest.raises(ContractError, match="This rank: " if rank == 0 else "refused on rank 0,"):
+                transform(lambda y, op=op: op(y).sum())(x[None]) if rank == 0 else op(x[None])
+            assert float(comm.all_reduce(torch.ones(1))) == world
     # two that refuse differently are both named
     with pytest.raises(ContractError, match=rf"refused on rank 0, {world - 1},"):
         comm.all_reduce({0: None, world - 1: ints}.get(rank, x))

@@ -161,6 +161,24 @@ def check_several_at_once(rank, world):
         if world > 1:
             with pytest.raises(ContractError, match=words):
                 comm.all_gather_into([torch.ones(world), wrong])
+    run = torch.zeros(3 * world, 2)
+    lazy = torch._neg_view(torch.zeros(world))
+    for wrong, words in (([run[:-world], run[world:]], r"tensors \[0, 1\] of the list in the same memory"),
+                         ([torch.zeros(world), run, run], r"tensors \[1, 2\]"), ([run, lazy], "lazily")):  # fmt: skip
+        with pytest.raises(ContractError, match=words):
+            comm.all_gather_into(wrong)
+    # what lies side by side, or is empty, is written to once
+    run.fill_(float(rank))
+    comm.all_gather_into([run[world:], run[:0], run[:world], run[: 2 * world][:0]])
+    assert torch.equal(run[:world], torch.arange(world)[:, None].expand(-1, 2).float())
+    assert torch.equal(run[world:], torch.arange(world).repeat_interleave(2)[:, None].expand(-1, 2).float())
+    with torch.inference_mode():
+        kept = torch.full((world,), float(rank))
+    with pytest.raises(ContractError, match="made under torch"):
+        comm.all_gather_into([kept])
+    with torch.inference_mode():
+        comm.all_gather_into([kept])
+    assert torch.equal(kept, torch.arange(world).float())
     # the group stays usable
     assert same_bits(comm.all_gather_each([torch.ones(2), torch.zeros(1)])[1], torch.zeros(world))
 

@@ -8,12 +8,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_comm import board, peer_memory
 from rl_comm.agreement import check_alike
 from rl_comm.device import NcclMover, StagedMover
 from rl_comm.mover import Call, GlooMover, Mover, named
-from rl_comm.refusals import each_problem, fits_op, list_problem, no_group, parts_problem, unmovable, unusable
+from rl_comm.refusals import (
+    differentiated,
+    each_problem,
+    fits_op,
+    list_problem,
+    no_group,
+    parts_problem,
+    stored,
+    unmovable,
+    unreadable,
+    unusable,
+)
 from rl_comm.shared_memory import connect
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
@@ -151,7 +164,7 @@ class TreeCommunicator:
         if self.world_size == 1 or not fits_op(partial, out_dtype):
             call = self._call("all_reduce", partial, out_dtype)
             problem = unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
-            self._refuse(call, problem)
+            self._refuse(call, problem or self._undifferentiated("all_reduce", partial))
             return partial if out_dtype is None else partial.to(out_dtype)
         return torch.ops.rl_comm.all_reduce(partial, out_dtype or torch.float32, self._handle)
 
@@ -170,7 +183,7 @@ class TreeCommunicator:
                 or sum_problem("reduce_scatter", partial, out_dtype)
                 or dim_problem(partial, dim)
             )
-            self._refuse(call, problem)
+            self._refuse(call, problem or self._undifferentiated("reduce_scatter", partial))
             return partial if out_dtype is None else partial.to(out_dtype)
         return torch.ops.rl_comm.reduce_scatter(partial, dim, out_dtype or torch.float32, self._handle)
 
@@ -182,7 +195,8 @@ class TreeCommunicator:
         """
         if self.world_size == 1 or not fits_op(x, None, dim):
             call = self._call("all_gather", x, arg=dim)
-            self._refuse(call, unmovable(call, x) or dim_problem(x, dim))
+            problem = unmovable(call, x) or dim_problem(x, dim)
+            self._refuse(call, problem or self._undifferentiated("all_gather", x))
             return x
         return torch.ops.rl_comm.all_gather(x, dim, self._handle)
 
@@ -233,7 +247,7 @@ class TreeCommunicator:
     def broadcast(self, x: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """The bytes of rank ``source``'s ``x``, on every rank; ``x`` itself is not written."""
         call = self._call("broadcast", x, arg=source)
-        problem = unmovable(call, x)
+        problem = unmovable(call, x) or unreadable("broadcast", x)
         if not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < self.world_size:
             problem = ContractError(f"broadcast got source={source!r}, supported: 0..{self.world_size - 1}")
         self._refuse(call, problem)
@@ -252,8 +266,9 @@ class TreeCommunicator:
     def _call(self, op: str, x: Any, out_dtype: torch.dtype | None = None, arg: int = 0) -> Call:
         # what can't be said in a header is refused, so that its words need not tell it apart
         said = arg if isinstance(arg, int) and abs(arg) < 1 << 62 else -1
-        if not isinstance(x, torch.Tensor):
-            return Call(op, None, None, said, (), self._device)
+        if not stored(x):
+            device = x.device.type if isinstance(x, torch.Tensor) else self._device
+            return Call(op, None, None, said, (), device)
         known = out_dtype if isinstance(out_dtype, torch.dtype) else None
         return Call(op, x.dtype, known if out_dtype is not None else x.dtype, said, tuple(x.shape), x.device.type)
 
@@ -264,6 +279,10 @@ class TreeCommunicator:
         first, *others = [self._call(op, x) for x in listed] or [self._call(op, None)]
         call = replace(first, beside=tuple(others)) if others else first
         return call, list_problem(tensors) or each_problem([first, *others], listed)
+
+    def _undifferentiated(self, op: str, x: torch.Tensor) -> Exception | None:
+        # a world of one is the identity, also for autograd
+        return differentiated(op, x) if self.world_size > 1 else None
 
     def _mover(self, x: torch.Tensor) -> Mover:
         self._device = x.device.type
@@ -286,7 +305,9 @@ class TreeCommunicator:
         if self.world_size > 1:
             mover = self._movers.get(call.device) or self._movers[self._device]
             try:
-                mover.gather(replace(call, refused=True), torch.empty(0, dtype=torch.uint8))
+                # what traces or transforms the call must leave alone what is said about it
+                with _disable_current_modes(), temporarily_clear_interpreter_stack():
+                    mover.gather(replace(call, refused=True), torch.empty(0, dtype=torch.uint8))
             except ContractError as different:
                 raise ContractError(f"{different}. This rank: {problem}") from problem
         raise problem

@@ -51,9 +51,12 @@ OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def tensor_problem(op: str, x: object) -> ContractError | None:
     """The refusal of an argument that is no dense tensor."""
-    if isinstance(x, torch.Tensor) and x.layout == torch.strided:
-        return None
-    given = f"a tensor of layout {x.layout}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+    given = f"a {type(x).__name__}"
+    if isinstance(x, torch.Tensor):
+        # a nested tensor may be of the strided layout, and has no shape
+        if x.layout == torch.strided and not x.is_nested:
+            return None
+        given = f"a {'nested ' if x.is_nested else ''}tensor of layout {x.layout}"
     return ContractError(f"{op} got {given}, supported: a dense torch.Tensor; convert it first")
 
 
