@@ -139,9 +139,11 @@ def test_a_resumed_run_whose_manifest_lost_its_sittings_is_refused(workers, tmp_
     sittings = RunDirectory(out).manifest()["sittings"]
     assert [s.get("from_step") for s in sittings] == [None, {"strict": 1}]
     capsys.readouterr()
-    for left in (..., [], sittings[:1], [sittings[0], {**sittings[1], "from_step": {"native": 1}}]):
+    for left in (..., [], sittings[:1]):
         manifest(sittings=left)(out)
-        refused(out, "manifest.json has no sitting that went on from step 1 of the strict arm", capsys, resumes=False)
+        refused(out, "an entry says that it is of sitting 2, manifest.json has 1", capsys, resumes=True)
+    manifest(sittings=[sittings[0], {**sittings[1], "from_step": {"native": 1}}])(out)
+    refused(out, "manifest.json has no sitting that went on from step 1 of the strict arm", capsys, resumes=False)
     manifest(sittings=sittings)(out)
     assert cli.main(["report", str(out)]) == 0
 

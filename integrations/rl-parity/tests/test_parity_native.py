@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_what_it_was_asked_for_and_says_what_ran(tmp_path, m
     monkeypatch.setattr(parity_workers.FakeTrainer, "__init__", noting)
     assert start(out, "--arm", "native", "--steps", "2", "--save-every", "1") == 0
     assert "transformer-engine" in json.loads((out / "manifest.json").read_text())["versions"]
-    edited(out / "native" / "evidence.json", reports={"trainer-0": {"native": LOCAL}})
+    edited(out / "native" / "evidence.json", **{"reports__trainer-0": {"native": LOCAL}})
     killed(out)
     assert resume(out, "--steps", "3", "--native-operators", "local") == 0
     assert resume(out, "--steps", "4") == 0
@@ -150,6 +150,6 @@ def test_a_resumed_run_keeps_what_it_was_asked_for_and_says_what_ran(tmp_path, m
     # the last two sittings' made-up trainers say nothing about themselves
     assert native.names(run) == [LOCAL["name"], "native (not reported)"]
     assert cli.main(["report", str(out)]) == 0
-    edited(out / "native" / "evidence.json", reports={"trainer-0": {"native": TE}})
+    edited(out / "native" / "evidence.json", **{"reports__trainer-0": {"native": TE}})
     killed(out)
     assert resume(out, "--steps", "5") == 2

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_contract import ContractError, Profile
-from rl_parity import shapes
+from rl_parity import shapes, sittings
 from rl_parity.config import RunConfig
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
-from rl_parity.manifest import FILES, FORMAT
+from rl_parity.manifest import FILES, FORMAT, TELLS_ALL
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, ends_run
 
 _OF_AN_ARM = ("steps.jsonl", "ledger.jsonl", "evidence.json", "sync.json")
@@ -141,48 +141,70 @@ def check_status(run: RunDirectory, manifest: Mapping[str, Any], records: Mappin
 def check_evidence(
     run: RunDirectory, arm: str, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise ContractError where evidence is missing, or shows no such workers, contracts or kernels as the run had."""
-    path = run.root / arm / "evidence.json"
+    """Raise ContractError where evidence is missing, or shows no such workers, contracts or kernels as the run had.
+
+    Each sitting's entry stands for its own steps: what one shows says nothing of another.
+    """
+    path, status = run.root / arm / "evidence.json", manifest["status"]
     # written when a sitting ends; one that runs or was killed may have none yet
-    if manifest["status"] == "running" and not path.is_file():
+    if status == "running" and not path.is_file():
         return
     read_object(path)
     evidence = run.evidence(arm)
     require(path, evidence, {"train": dict, "rollout": dict})
-    if manifest["status"] not in ("finished", "mismatch"):
-        # workers that ended with the run may have counted nothing
-        return
-    # the last sitting may have had nothing left to do; what earlier ones counted stands beside it
-    sittings = [evidence, *(evidence.get("earlier") or [])]
-    found = [list(_problems(arm, sitting, manifest, records)) for sitting in sittings]
-    if all(found):
-        raise ContractError(f"{path}: {found[0][0]}; {REPAIR}")
+    for problem in _of_sittings(arm, evidence, manifest, records):
+        raise ContractError(f"{path}: {problem}; {REPAIR}")
 
 
-def _problems(
+def _of_sittings(
     arm: str, evidence: Mapping[str, Any], manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    config = manifest["config"]
-    train, rollout = config["train"], config["rollout"]
-    ranks = {"train": train["tp"] * train["cp"], "rollout": rollout["tp"] * rollout["engines"]}
-    # prompts go to engines in contiguous shares, of which the last ones may be empty
-    batch = config.get("batch", RunConfig.batch)
-    share = -(-batch // rollout["engines"])
-    shared = {"train": ranks["train"] > 1, "rollout": rollout["tp"] > 1}
+    """What is wrong with each sitting's entry, and with all of them together."""
+    ended = manifest["status"] in ("finished", "mismatch")
+    did = sittings.spans(manifest, arm, len(records))
+    entries = sittings.entries(evidence)
+    numbers = [sittings.number(entry, len(did)) for entry in entries]
+    gaps = []
+    # the last entry first, whose words are those of a run of one sitting
+    for entry, number in reversed(list(zip(entries, numbers))):
+        name = "" if len(did) == 1 or number is None else f"sitting {number + 1}: "
+        if number is not None and (number not in range(len(did)) or numbers.count(number) > 1):
+            why = f"{MANIFEST} has {len(did)}" if number not in range(len(did)) else "as another one does"
+            yield f"an entry says that it is of sitting {number + 1}, {why}"
+            return
+        last = number is None or number == len(did) - 1
+        # what a step was not compared for is its sitting's, and no other follows it
+        compared = not (last and any(record.get("not_compared") for record in records))
+        yield from (name + problem for problem in _wrong(arm, entry, manifest, compared))
+        gaps.append([name + problem for problem in _lacking(arm, entry, manifest)])
+        # workers that ended with the run may have counted nothing; one that was killed has nobody who could tell
+        quiet = not last and not (entry.get("train") or entry.get("rollout")) and entry.get("missing")
+        if number is not None and did[number] and (ended or not last) and not quiet:
+            yield from gaps[-1]
+    # older versions did not say which sitting an entry is of, and the last one may have had nothing left to do
+    if ended and all(gaps):
+        yield gaps[0][0]
+    if manifest.get(FORMAT, 0) < TELLS_ALL:
+        return
+    if None in numbers:
+        yield f"an entry does not say which of {len(did)} sittings it is of, as each of format {manifest[FORMAT]} does"
+    missing = sittings.unheard(manifest, arm, len(records), evidence)
+    if missing and manifest["status"] != "running":
+        yield (
+            f"no entry is of sitting {sittings.told(did, missing)}; in a run of format {manifest[FORMAT]} every "
+            "sitting has one"
+        )
+
+
+def _wrong(arm: str, evidence: Mapping[str, Any], manifest: Mapping[str, Any], compared: bool) -> Iterator[str]:
+    """What no sitting of the run can have said, however it ended."""
     reports = evidence.get("reports") or {}
     profile = Profile.from_dict(manifest["profile"]) if "profile" in manifest else None
-    silent = len(evidence.get("missing") or ())
-    compared = not any(record.get("not_compared") for record in records)
-    for side, asked in ranks.items():
+    for side in ("train", "rollout"):
         workers = evidence.get(side)
         if not isinstance(workers, Mapping):
             yield f"{side} is {workers!r}, supported is a mapping"
             continue
-        # an engine answers for all of its workers, or for none
-        answers = 1 if side == "train" else rollout["tp"]
-        silent -= -(-(asked - len(workers)) // answers)
-        if len(workers) > asked or silent < 0:
-            yield f"{side} names {len(workers)} workers, the run had {asked}"
         for name, rows in workers.items():
             if not isinstance(rows, list) or not all(map(_is_row, rows)):
                 yield f"{side}, {name} holds what is no count of launches"
@@ -193,10 +215,35 @@ def _problems(
             elif report is not None and compared and profile is not None:
                 yield from _identity(arm, side, name, report, profile)
             if arm == "strict" and profile is not None:
+                yield from _foreign(side, name, rows)
+
+
+def _lacking(arm: str, evidence: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Workers that neither told nor failed to, and launches that each must have made for a step."""
+    config = manifest["config"]
+    train, rollout = config["train"], config["rollout"]
+    ranks = {"train": train["tp"] * train["cp"], "rollout": rollout["tp"] * rollout["engines"]}
+    # prompts go to engines in contiguous shares, of which the last ones may be empty
+    batch = config.get("batch", RunConfig.batch)
+    share = -(-batch // rollout["engines"])
+    shared = {"train": ranks["train"] > 1, "rollout": rollout["tp"] > 1}
+    profile = Profile.from_dict(manifest["profile"]) if "profile" in manifest else None
+    silent = len(evidence.get("missing") or ())
+    for side, asked in ranks.items():
+        workers = evidence.get(side) or {}
+        # an engine answers for all of its workers, or for none
+        answers = 1 if side == "train" else rollout["tp"]
+        silent -= -(-(asked - len(workers)) // answers)
+        if len(workers) > asked or silent < 0:
+            yield f"{side} names {len(workers)} workers, the run had {asked}"
+        for name, rows in workers.items():
+            if arm == "strict" and profile is not None:
                 engine = name.removeprefix("engine-").partition("/")[0]
                 idle = side == "rollout" and engine.isdecimal() and int(engine) * share >= batch
                 wanted = set() if idle else set(profile.contracts) & _PACKAGES.keys()
-                yield from _kernels(side, name, rows, wanted if shared[side] else wanted - {"collective"})
+                wanted -= set() if shared[side] else {"collective"}
+                if missing := sorted(wanted - {row["boundary"] for row in rows}):
+                    yield f"{side}, {name} launched no kernel for {', '.join(missing)}"
     if arm == "strict" and manifest["status"] == "finished" and not any(evidence.get(side) for side in ranks):
         yield f"no worker is named, the run had {sum(ranks.values())}"
 
@@ -221,13 +268,11 @@ def _identity(arm: str, side: str, name: str, report: Mapping[str, Any], profile
         yield f"{name} held contract {str(held)[:12]}, the native arm holds none"
 
 
-def _kernels(side: str, name: str, rows: Sequence[Mapping[str, Any]], wanted: set[str]) -> Iterator[str]:
+def _foreign(side: str, name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
         owner = _PACKAGES.get(row["boundary"])
         if owner is None or not row["kernel"].startswith((owner, *_ALSO.get(row["boundary"], ()))):
             yield f"{side}, {name} launched {row['kernel']} for {row['boundary']}, which is no kernel of that contract"
-    if missing := sorted(wanted - {row["boundary"] for row in rows}):
-        yield f"{side}, {name} launched no kernel for {', '.join(missing)}"
 
 
 def check_sync(run: RunDirectory, arm: str, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
@@ -239,9 +284,8 @@ def check_sync(run: RunDirectory, arm: str, manifest: Mapping[str, Any], records
     shapes.check_sync(path, rows)
     if manifest["status"] == "running":
         return
-    sittings = manifest.get("sittings") or [{}]
     # a sitting that was killed has written nothing about its pushes
-    first = (sittings[-1].get("from_step") or {}).get(arm, 0)
+    first = sittings.spans(manifest, arm, len(records))[-1].start
     published = {row["version"] for row in rows if row["state"] == "published"}
     for record in records[first:]:
         if record.get("weight_version") not in published:

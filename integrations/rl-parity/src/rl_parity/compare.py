@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_contract import ContractError
-from rl_parity import native, verify
+from rl_parity import doubts, native, verify
 from rl_parity.config import RunConfig
 from rl_parity.manifest import weight_algorithm
 from rl_parity.rundir import MANIFEST, RunDirectory, StepSamples
@@ -30,7 +30,8 @@ _NAMES_OF_WEIGHTS = ("weight_digest", "weight_version")
 class Comparison:
     """Counts of compared and of differing values by quantity; ``first`` says where each quantity differs first.
 
-    ``notes`` hold what may differ between equal runs (layout, launcher, versions), and how an unfinished run ended.
+    ``notes`` hold what may differ between equal runs (layout, launcher, versions), how an unfinished run ended,
+    and what nothing in a run bears out.
     """
 
     compared: dict[str, int] = field(default_factory=dict)
@@ -64,8 +65,7 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
         ContractError: no arm in common, or a file that is missing or damaged, named with what is wrong.
     """
     manifests = a.manifest(), b.manifest()
-    for run in (a, b):
-        verify.whole(run)
+    doubted = [(run, doubts.lines(verify.whole(run))) for run in (a, b)]
     arms = a.arms(), b.arms()
     if not set(arms[0]) & set(arms[1]):
         raise ContractError(f"{a.root} has arms {arms[0]}, {b.root} has {arms[1]}; give two runs with an arm in common")
@@ -91,6 +91,7 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
         if manifest["status"] != "finished":
             how = manifest.get("reason") or "no reason recorded"
             out.notes.append(f"{run.root}: status {manifest['status']}, {how}")
+    out.notes += [f"{run.root}: {line}" for run, said in doubted for line in said]
     return out
 
 

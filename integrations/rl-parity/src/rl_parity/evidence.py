@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from rl_parity import sittings
 from rl_parity.fleet import Fleet
 from rl_parity.jsonfile import read_list
 from rl_parity.launch import WorkerFailure
@@ -51,11 +52,22 @@ def write_sync(directory: RunDirectory, arm: str, publisher: Publisher) -> None:
 
 
 def write_untold(directory: RunDirectory) -> None:
-    """Say so where an arm has steps and nothing tells of its workers or pushes: its sitting was killed."""
+    """Say so where an arm has steps and nothing tells of a sitting's workers or pushes: it was killed."""
+    manifest = {**directory.manifest(), "status": "ended"}
     for arm in directory.arms():
-        path = directory.root / arm / "evidence.json"
-        if not path.is_file():
-            missing = ["all of a sitting that ended before they were asked"]
-            write_json(path, {"train": {}, "rollout": {}, "reports": {}, "missing": missing})
+        path, evidence = directory.root / arm / "evidence.json", directory.evidence(arm)
+        steps = len(directory.steps(arm, torn=True))
+        untold = [_untold(number) for number in sittings.unheard(manifest, arm, steps, evidence)]
+        if not evidence:
+            *earlier, last = untold or [_untold(max(0, len(manifest.get("sittings") or ()) - 1))]
+            write_json(path, {**last, **({"earlier": earlier} if earlier else {})})
+        elif untold and all("sitting" in entry for entry in sittings.entries(evidence)):
+            # what the last sitting counted stays where readers look for it
+            write_json(path, {**evidence, "earlier": [*untold, *(evidence.get("earlier") or [])]})
         if not path.with_name("sync.json").is_file():
             write_json(path.with_name("sync.json"), [])
+
+
+def _untold(number: int) -> dict[str, Any]:
+    missing = [f"all of sitting {number + 1}, which ended before they were asked"]
+    return {"sitting": number, "train": {}, "rollout": {}, "reports": {}, "missing": missing}

@@ -15,7 +15,9 @@ from rl_parity.jsonfile import REPAIR
 from vime_sync.digest import check_algorithm
 
 # what a run's files keep of each other, as a number: in its manifest and summary, not in those of older versions
-FORMAT, FORMATS = "format", (1,)
+FORMAT, FORMATS = "format", (1, 2)
+# from which on the evidence has an entry of every sitting whose steps the run holds, also of one that was killed
+TELLS_ALL = 2
 DIGEST = "config_sha256"
 FILES = "files_sha256"
 WEIGHTS = "weight_digest"

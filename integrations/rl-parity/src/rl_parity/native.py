@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rl_parity import sittings
 from rl_parity.config import RunConfig
 from rl_parity.rundir import RunDirectory
 
@@ -40,7 +41,7 @@ def reports(run: RunDirectory) -> list[dict[str, Any]]:
     """
     manifest = run.manifest()
     evidence = run.evidence("native")
-    entries = [*(evidence.get("earlier") or []), evidence] if evidence else []
+    entries = sittings.entries(evidence)
     found = [native for entry in entries for native in _said(entry)]
     if _silent(run, manifest, entries):
         found.append({"name": _LOCAL if _before_the_option(manifest) else NOT_REPORTED})
@@ -55,8 +56,7 @@ def names(run: RunDirectory) -> list[str]:
 def substitutions(run: RunDirectory) -> list[dict[str, str]]:
     """What the trainers of every sitting ran instead of the engines' own."""
     evidence = run.evidence("native")
-    entries = [*(evidence.get("earlier") or []), evidence]
-    held = [report for entry in entries for report in (entry.get("reports") or {}).values()]
+    held = [report for entry in sittings.entries(evidence) for report in (entry.get("reports") or {}).values()]
     return [one for report in held for one in report.get("substitutions") or []]
 
 
@@ -94,15 +94,14 @@ def _before_the_option(manifest: Mapping[str, Any]) -> bool:
 def _silent(run: RunDirectory, manifest: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the arm holds steps of a sitting whose trainers did not report, as far as can be told."""
     total = len(run.recorded("native", manifest))
-    starts = [(sitting.get("from_step") or {}).get("native", 0) for sitting in manifest.get("sittings") or [{}]]
-    ends = [min([total, *starts[i + 1 :]]) for i in range(len(starts))]
+    did = sittings.spans(manifest, "native", total)
     numbered = {entry["sitting"] for entry in entries if "sitting" in entry and _said(entry)}
     unnumbered = [entry for entry in entries if "sitting" not in entry]
     if not unnumbered:
-        return any(start < end and i not in numbered for i, (start, end) in enumerate(zip(starts, ends)))
+        return any(steps and i not in numbered for i, steps in enumerate(did))
     # older evidence does not say which sitting it is of: each that may have trained needs one
     told = sum(bool(_said(entry)) for entry in unnumbered)
-    needed = sum(start < total and i not in numbered for i, start in enumerate(starts))
+    needed = sum(steps.start < total and i not in numbered for i, steps in enumerate(did))
     return told < max(needed, len(unnumbered))
 
 

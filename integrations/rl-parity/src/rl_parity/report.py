@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Profile
-from rl_parity import contracts, landed, report_run, verify
+from rl_parity import contracts, doubts, landed, report_run, verify
 from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, is_equal
 from rl_parity.svg import Series, bars, lines, number
 
@@ -85,31 +85,11 @@ def _page(run: RunDirectory, summary: Mapping[str, Any]) -> str:
     )
 
 
-def _unproven(summary: Mapping[str, Any]) -> str:
-    missing = [f"{len(steps)} step(s) of the {arm} arm" for arm, steps in summary["unproven"].items()]
-    if not missing:
-        return ""
-    return (
-        f"Unproven: {' and '.join(missing)}. The ledger has no digests of their records and samples, as in old runs: "
-        "loss and gradients are shown as steps.jsonl has them, and nothing else in the run bears them out."
-    )
-
-
 def _doubts(summary: Mapping[str, Any]) -> list[str]:
     """What nothing in the run bears out, and why it may prove little."""
-    lines = [_unproven(summary), landed.sentence(summary["not_here"])]
-    if summary["unbound"] and summary["arms"]:
-        lines.append(
-            "Unproven: evidence, pushes and the ends of the files. The manifest has no digests of them, as in old runs "
-            "and in those that have not ended."
-        )
-    lines += [
-        f"Unproven: what {len(missing)} of the {arm} arm's workers and engines launched, which did not say it: "
-        f"{'; '.join(missing)}."
-        for arm, missing in summary["silent"].items()
-    ]
-    lines += [f"Warning: {arm} arm: {text}" for arm, totals in summary["arms"].items() for text in totals["warnings"]]
-    return [line for line in lines if line]
+    said = [*doubts.lines(summary), landed.sentence(summary["not_here"])]
+    said += [f"Warning: {arm} arm: {text}" for arm, totals in summary["arms"].items() for text in totals["warnings"]]
+    return [line for line in said if line]
 
 
 def _section(run: RunDirectory, sources: Sequence[str], make: Callable[[], str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
-from rl_parity import bound, native, preflight_options, state, verify
+from rl_parity import bound, native, preflight_options, sittings, state, verify
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.jsonfile import lines, parse, read_text
 from rl_parity.manifest import check_manifest, weight_algorithm
@@ -176,8 +176,7 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
     for _, event in lines(path, text[: text.rfind("\n") + 1]):
         if event.get("event") in ("version", "resume") and event.get("step") == point.step:
             said.append((path, event.get("digest")))
-    evidence = directory.evidence(arm)
-    for sitting in (evidence, *(evidence.get("earlier") or [])):
+    for sitting in sittings.entries(directory.evidence(arm)):
         saves = sitting.get("saves") or []
         said += [(directory.root / arm / "evidence.json", s["digest"]) for s in saves if s["step"] == point.step]
     said += [(path.with_name("steps.jsonl"), r.get("weight_digest")) for r in point.dropped if r["step"] == point.step]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
-from rl_parity import bound, checkpoint
+from rl_parity import bound, checkpoint, sittings
 from rl_parity.checks import compare_logprobs
 from rl_parity.jsonfile import REPAIR, read_object, read_text
 from rl_parity.landed import left_out
@@ -30,20 +30,38 @@ _TOTALS = ("steps", "tokens", *COUNTS, "forward_mismatch_count", "max_abs_diff",
 _MEANS = ("mean_abs_diff", "reward_first", "reward_last")
 
 
-def whole(run: RunDirectory, *, model: bool = True) -> None:
-    """Raise ContractError where a file that the run must have is missing or damaged; samples are not read.
+def whole(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
+    """What nothing in the run bears out; samples are not read.
+
+    ``unproven`` lists, by arm, the steps of whose record and samples the ledger has no digest: an older run's loss,
+    reward and other figures may be altered without any file contradicting them. ``unbound`` says whether no digest
+    holds evidence, pushes and the ends of the files, as in older runs and in those that have not ended. ``silent``
+    says, by arm, which workers did not tell what they had launched, and why; ``unheard`` of which sittings no evidence
+    is there at all.
 
     Args:
         model: also read the run's copy of a built-in model.
+
+    Raises:
+        ContractError: a file that the run must have is missing or damaged; it is named.
     """
     manifest = run.manifest()
     check_sections(run.root / MANIFEST, manifest)
     read_config(run.root / MANIFEST, manifest)
     every = {arm: _records(run, arm, manifest) for arm in _asked(manifest)}
+    unproven: dict[str, list[int]] = {}
+    silent: dict[str, list[str]] = {}
+    unheard: dict[str, str] = {}
     for arm, records in every.items():
         if records:
             arm_files(run, arm, manifest, records)
-            ledger(run, arm, manifest, ledger_text(run, arm, manifest), records)
+            if steps := ledger(run, arm, manifest, ledger_text(run, arm, manifest), records):
+                unproven[arm] = steps
+            evidence = run.evidence(arm)
+            if missing := sittings.silences(evidence):
+                silent[arm] = missing
+            if which := sittings.unheard(manifest, arm, len(records), evidence):
+                unheard[arm] = sittings.told(sittings.spans(manifest, arm, len(records)), which)
             if model:
                 built_in_model(run, manifest, records[0].get("weight_digest"))
     if manifest["status"] == "finished":
@@ -51,23 +69,22 @@ def whole(run: RunDirectory, *, model: bool = True) -> None:
     bound.check_format(run, manifest)
     bound.check_status(run, manifest, every)
     bound.check_files(run, manifest)
+    unbound = any(every.values()) and (FILES not in manifest or manifest["status"] == "running")
+    return {"unproven": unproven, "unbound": unbound, "silent": silent, "unheard": unheard}
 
 
 def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     """The summary as records and samples have it, which the stored one must agree with.
 
-    ``unproven`` lists, by arm, the steps of whose record and samples the ledger has no digest: an older run's loss,
-    reward and other figures may be altered without any file contradicting them. ``unbound`` says whether no digest
-    holds evidence, pushes and the ends of the files, as in older runs and in those that have not ended. ``not_here``
-    lists the steps whose samples were left out on purpose (``rl_parity.landed``): their records alone are held
-    against the ledger. ``silent`` says, by arm, which workers did not tell what they had launched, and why.
+    Beside its ``arms`` stands what ``whole`` returns. ``not_here`` lists the steps whose samples were left out on
+    purpose (``rl_parity.landed``): their records alone are held against the ledger.
 
     Raises:
         ContractError: a file is missing or damaged, or two of them contradict each other; it is named.
     """
     manifest = run.manifest()
     check_manifest(run.root / MANIFEST, manifest)
-    whole(run, model=model)
+    doubted = whole(run, model=model)
     summary = run.summary() if (run.root / SUMMARY).is_file() else {"arms": {}}
     stored = summary["arms"]
     if manifest["status"] != "running" and summary.get("status", manifest["status"]) != manifest["status"]:
@@ -75,9 +92,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
             f"{run.root / SUMMARY} says status {summary['status']}, {MANIFEST} {manifest['status']}; {REPAIR}"
         )
     out: dict[str, Any] = {}
-    unproven: dict[str, list[int]] = {}
     not_here: dict[str, list[int]] = {}
-    silent: dict[str, list[str]] = {}
     listed = left_out(run.root, manifest["run_id"])
     for arm in _asked(manifest):
         records = _records(run, arm, manifest)
@@ -88,10 +103,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
             not_here[arm] = sorted(absent)
         samples(run, arm, [r for r in records if r["step"] not in absent])
         text = ledger_text(run, arm, manifest)
-        if steps := ledger(run, arm, manifest, text, records, deep=True, absent=absent):
-            unproven[arm] = steps
-        if missing := run.evidence(arm).get("missing"):
-            silent[arm] = missing
+        ledger(run, arm, manifest, text, records, deep=True, absent=absent)
         told = stored.get(arm, {})
         found = summed(run.root / arm / "steps.jsonl", records, told)
         if manifest["status"] == "finished" or (manifest["status"] != "running" and told):
@@ -99,8 +111,7 @@ def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
         out[arm] = {**told, **found}
     if others := sorted(stored.keys() - out.keys()):
         raise ContractError(f"{run.root / SUMMARY} has totals of {', '.join(others)}, which has no step; {REPAIR}")
-    unbound = FILES not in manifest or manifest["status"] == "running"
-    return {"arms": out, "unproven": unproven, "unbound": unbound, "not_here": not_here, "silent": silent}
+    return {"arms": out, "not_here": not_here, **doubted}
 
 
 def _told(
@@ -206,7 +217,7 @@ def ledger(
     deep: bool = False,
     absent: Collection[int] = (),
 ) -> list[int]:
-    """Replay ``text`` of the arm's ledger; returns the steps that ``deep`` found no digests of.
+    """Replay ``text`` of the arm's ledger; returns the steps whose records it has no digests of.
 
     Args:
         records: steps that it must hold, those of them that were trained, and no other.
@@ -237,7 +248,9 @@ def ledger(
         raise ContractError(
             f"{path} holds step {others[0]}, {path.with_name('steps.jsonl')} has none there that was trained; {REPAIR}"
         )
-    return _digests(run, arm, manifest, held, records, absent) if deep else []
+    if deep:
+        _digests(run, arm, manifest, held, records, absent)
+    return [record["step"] for record in records if record["step"] not in held.recorded]
 
 
 def _replayed(path: Path, text: str, run_id: str) -> StepLedger:
@@ -259,9 +272,9 @@ def _digests(
     held: StepLedger,
     records: Sequence[Mapping[str, Any]],
     absent: Collection[int],
-) -> list[int]:
-    """Compare the ledger's digests with records and samples; returns the steps that it has none of."""
-    path, unproven = run.root / arm / "ledger.jsonl", []
+) -> None:
+    """Raise ContractError where the ledger has other digests of records and samples, or lost those of some."""
+    path = run.root / arm / "ledger.jsonl"
     if bare := sorted(set(absent) - held.recorded.keys()):
         raise ContractError(
             f"{path} has no digests of step {bare[0]}, whose samples were left out: nothing bears its record out; "
@@ -290,8 +303,6 @@ def _digests(
             # the last one does not wait for the disk, where only a killed run may have lost it
             if kept and (record is not records[-1] or manifest["status"] != "running"):
                 raise ContractError(f"{path} lacks the digests of step {step}, which this run keeps; {REPAIR}")
-            unproven.append(step)
-    return unproven
 
 
 def _tokens(path: Path, held: StepLedger, step: int, where: Path) -> None:
