@@ -1,14 +1,20 @@
 """Sums and gathers through peer memory without a GPU: interpreted kernels of several processes share a file's pages."""
 
+import itertools
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_comm import peer_memory
+from rl_comm.device import NcclMover
+from rl_comm.mover import Call
+from rl_contract import ContractError
 from rl_contract.testing import ThreadRank, on_ranks
 
 INTERPRETED = """
@@ -118,6 +124,131 @@ def test_another_order_of_the_same_parts_shows(tmp_path):
     assert min(interpreted(tmp_path, 4, order="chain")) > 100
 
 
+COMMUNICATOR = """
+import ctypes, json, mmap, sys
+import torch
+import torch.distributed as dist
+from rl_comm import TreeCommunicator, peer_memory, tree_sum
+from rl_comm.board import Board
+from rl_comm.device import NcclMover
+from rl_comm.mover import GlooMover
+from rl_comm.shared_memory import share
+from rl_contract import ContractError, launches, reset_launches
+
+folder, rank, world = sys.argv[1], *map(int, sys.argv[2:4])
+peer_memory.PROGRAMS = 3
+peer_memory.SLOT_BYTES = {world: 512}
+dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world)
+gloo = GlooMover(dist.group.WORLD, rank, world)
+size = -(-4 * peer_memory.words_of(world)[1] // 4096) * 4096
+memory = share(gloo, world * size).memory
+begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class Peers(peer_memory.PeerMemory):
+    # there are no streams
+    def _order(self):
+        pass
+
+
+def communicator(**given):
+    peers = Peers([begin + r * size for r in range(world)], rank, torch.device("cpu"))
+    mover = NcclMover(dist.group.WORLD, rank, world, Board(gloo, share(gloo, 2 * world * 256), 30.0), peers)
+    return TreeCommunicator.over({"cpu": mover}, rank, world, **given)
+
+
+def moved():
+    # how the last call went
+    found = [row["kernel"].split(".")[1] + " " + row["plan"] for row in launches()]
+    reset_launches()
+    assert len(found) == 1, found
+    return found[0]
+
+
+def bits(x):
+    return x.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def placed(x, off):
+    # bytes that begin anywhere
+    room = torch.empty(x.nbytes + 64, dtype=torch.uint8)
+    first = -room.data_ptr() % 16 + off
+    out = room[first : first + x.nbytes].view(x.dtype).view(x.shape)
+    return out.copy_(x)
+
+
+comm = communicator()
+reset_launches()
+for shape in ((), (1,), (5, 7), (128,), (0, 3), (129,)):
+    g = torch.Generator().manual_seed(len(shape))
+    real = torch.randn(world, *shape, generator=g) * 1e3
+    real[-1] -= real[:-1].sum(0)
+    way = "nccl one-shot" if shape in ((0, 3), (129,)) else "peer_memory one-shot"
+    for out_dtype in (None, torch.float32, torch.bfloat16, torch.float16):
+        # the interpreter cuts bf16 off where a GPU rounds: sums of these need no rounding
+        parts = real.round().clamp(-60, 60) if out_dtype == torch.bfloat16 else real
+        # one rank's lies askew: no choice of its own
+        turned = parts[rank].t() if len(shape) == 2 else parts[rank]
+        for mine in (parts[rank], placed(parts[rank], 4 * (rank == 1)), turned):
+            want = tree_sum(list(parts), out_dtype)
+            want = want.t() if mine.shape != parts[rank].shape else want
+            got = comm.all_reduce(mine, out_dtype=out_dtype)
+            assert got.shape == want.shape and got.dtype == want.dtype and bits(got) == bits(want), (shape, out_dtype)
+            assert moved() == way, shape
+for dtype, n, way in ((torch.bfloat16, 6, "peer_memory"), (torch.bfloat16, 7, "nccl"), (torch.bool, 8, "peer_memory"),
+                      (torch.int64, 3, "peer_memory"), (torch.uint8, 3, "nccl"), (torch.int64, 65, "nccl")):
+    parts = [(torch.arange(n) * 3 + 5 * r).to(dtype) for r in range(world)]
+    for off in (0, 2, 1):
+        if off % dtype.itemsize and not (dtype == torch.bool or dtype == torch.uint8):
+            continue
+        got = comm.all_gather(placed(parts[rank], off if rank == 1 else 0))
+        assert bits(got) == bits(torch.cat(parts)), (dtype, n, off)
+        assert moved() == way + " bytes", (dtype, n)
+x = torch.arange(12.0).reshape(3, 4) + rank
+assert torch.equal(comm.all_gather(x[:, 1::2], dim=1), torch.cat([x[:, 1::2] - rank + r for r in range(world)], 1))
+moved()
+# the second of two steps is small enough: both are told
+two = communicator(two_shot_bytes=0)
+assert torch.equal(two.all_reduce(x), sum(x - rank + r for r in range(world)))
+assert moved() == "nccl+peer_memory two-shot"
+assert torch.equal(two.all_reduce(torch.full((600,), float(rank))), torch.full((600,), world * (world - 1) / 2))
+assert moved() == "nccl two-shot"
+assert two.all_reduce(torch.empty(0, 3)).shape == two.reduce_scatter(torch.empty(0, 3)).shape == (0, 3)
+assert [launch["plan"] for launch in launches()] == ["two-shot"] * 2
+assert two.all_gather(torch.empty(2, 0, dtype=torch.int64), dim=1).shape == (2, 0)
+# a rank that refuses, and one whose launch can't be made, are told of before anything is launched
+for op in (comm.all_reduce, comm.all_gather):
+    for bad in (None, x.to_sparse(), x.clone().requires_grad_(), x[:2]):
+        try:
+            op(bad if rank == 1 else x)
+        except ContractError as error:
+            assert "rank 1 has" in str(error) or "refused on rank 1" in str(error), error
+        else:
+            raise AssertionError("not refused")
+assert torch.equal(comm.all_reduce(x), two.all_reduce(x))
+print(0)
+"""
+
+
+def communicators(tmp_path, world):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter needs a process without a GPU")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+    def rank(number):
+        command = [sys.executable, "-W", "ignore", "-c", COMMUNICATOR, str(tmp_path), str(number), str(world)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(rank, range(world)))
+
+
+def test_a_communicators_calls_say_how_they_went_and_no_rank_chooses_alone(tmp_path):
+    done = communicators(tmp_path, 2)
+    assert all(x.returncode == 0 for x in done), [x.stderr[-1500:] for x in done]
+
+
 class Gloo:
     """As much of a GlooMover as ``connect`` uses, among threads."""
 
@@ -129,17 +260,23 @@ class Gloo:
 
 
 class Memory:
-    """The driver of a rank, whose memory is numbers; ``fails`` names the function that ends with an error."""
+    """The driver of a rank, whose memory is numbers; ``fails`` names the function that ends with ``error``."""
 
     device = torch.device("cpu")
 
-    def __init__(self, rank, fails=None, bus=None):
+    def __init__(self, rank, fails=None, bus=None, error=OSError):
         self.rank, self.fails, self.bus = rank, fails, f"0000:{rank:02}:00.0" if bus is None else bus
-        self.open_now, self.allocated = set(), set()
+        self.open_now, self.allocated, self._error = set(), set(), error
+        if fails == "device":
+            self.device = torch.device("cuda:99")
 
     def _may(self, name):
         if self.fails == name:
-            raise OSError(name)
+            raise self._error(f"{name}\nis not to be had {'at all' * 90}")
+
+    def made(self):
+        self._may("driver")
+        return self
 
     def current(self):
         self._may("current")
@@ -148,7 +285,8 @@ class Memory:
     def reaches(self, device, peer):
         assert device == self.rank
         assert peer != self.bus
-        return self.fails != "reaches"
+        self._may("reaches")
+        return self.fails != "far"
 
     def allocate(self, size):
         self._may("allocate")
@@ -165,9 +303,11 @@ class Memory:
         return 1_000_000 + handle[0]
 
     def close(self, address):
+        self._may("close")
         self.open_now.remove(address - 1_000_000)
 
     def free(self, address):
+        self._may("free")
         self.allocated.clear()
 
 
@@ -176,9 +316,9 @@ def connected(world, odd=None, **changes):
 
     def rank(mine: ThreadRank):
         memory = Memory(mine.rank, **(changes if mine.rank == odd else {}))
-        return peer_memory.connect(Gloo(mine), lambda: None if memory.bus == "none" else memory), memory
+        return peer_memory.connect(Gloo(mine), memory.made), memory
 
-    return on_ranks(world, rank)
+    return on_ranks(world, rank, timeout_s=20)
 
 
 def test_every_rank_maps_every_other_one():
@@ -190,27 +330,212 @@ def test_every_rank_maps_every_other_one():
         assert words == 8 * slot + 5 * peer_memory.PROGRAMS
 
 
-@pytest.mark.parametrize("fails", ["current", "reaches", "allocate", "handle", "open"])
-def test_one_rank_that_cannot_leaves_all_without_and_nothing_behind(fails):
-    for peers, memory in connected(4, odd=2, fails=fails):
-        assert peers is None
+@pytest.mark.parametrize("error", [OSError, RuntimeError, AttributeError, UnicodeDecodeError])
+@pytest.mark.parametrize("fails", ["driver", "current", "reaches", "far", "allocate", "handle", "open", "device"])
+def test_one_rank_that_cannot_leaves_all_without_and_nothing_behind(fails, error):
+    def raised(text):
+        return error("utf8", text.encode(), 0, 1, "odd") if error is UnicodeDecodeError else error(text)
+
+    got = connected(4, odd=2, fails=fails, error=raised)
+    assert len({said for said, _ in got}) == 1
+    said = got[0][0]
+    assert said.startswith("rank 2 has ")
+    assert "\n" not in said
+    assert (fails == "device") or (error.__name__ in said) or (fails == "far" and "reach the memory of rank 0" in said)
+    for _, memory in got:
         assert not memory.open_now
         assert not memory.allocated
 
 
-@pytest.mark.parametrize("bus", ["none", "0000:00:00.0"])
-def test_a_rank_without_a_gpu_of_its_own_leaves_all_without(bus):
-    assert [peers for peers, _ in connected(2, odd=1, bus=bus)] == [None, None]
+@pytest.mark.parametrize("fails", ["close", "free"])
+def test_what_cannot_be_given_back_keeps_nobody_waiting(fails, monkeypatch):
+    def full(addresses, rank, device):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(peer_memory, "PeerMemory", full)
+    got = connected(4, odd=2, fails=fails)
+    assert {said for said, _ in got} == {"rank 0 has OutOfMemoryError: full"}
+    # a peer may have it open still
+    assert [bool(memory.allocated) for _, memory in got] == (
+        [True] * 4 if fails == "close" else [False, False, True, False]
+    )
+
+
+def test_ranks_without_a_gpu_of_their_own_or_of_several_hosts_are_without(monkeypatch):
+    assert {said for said, _ in connected(4, odd=1, bus="0000:03:00.0")} == {"ranks 1, 3 share a GPU"}
+    hosts = itertools.count()
+    monkeypatch.setattr(peer_memory, "_host", lambda: f"host{next(hosts)}")
+    assert {said for said, _ in connected(2)} == {"the ranks are on several hosts"}
+
+
+def test_a_process_without_a_gpu_says_so():
+    if not torch.cuda.is_available():
+        got = on_ranks(2, lambda mine: peer_memory.connect(Gloo(mine)))
+        assert got == ["rank 0 has OSError: no NVIDIA GPU"] * 2
 
 
 def test_worlds_without_slots_have_none():
-    assert [peers for peers, _ in connected(1)] == [None]
+    assert [peers for peers, _ in connected(1)] == ["a world of 1"]
 
 
 def test_what_fits_is_whole_words_up_to_a_slot():
     peers = peer_memory.PeerMemory([0] * 8, 0, torch.device("cpu"))
-    room = torch.empty((2 << 20) + 16, dtype=torch.uint8)
-    first = -room.data_ptr() % 4
     for size, found in ((0, False), (4, True), (6, False), (2 << 20, True), ((2 << 20) + 4, False)):
-        assert peers.fits(room[first : first + size]) == found
-    assert not peers.fits(room[first + 2 : first + 6])
+        assert peers.fits(size) == found
+
+
+def test_memory_is_zero_before_peers_know_of_it_and_is_given_back_where_it_cannot_be():
+    done, fails = [], None
+
+    def function(name):
+        def call(*arguments):
+            done.append(name)
+            if name == "cuMemAlloc_v2":
+                arguments[0]._obj.value = 4096
+            return 700 if name == fails else 0
+
+        return call
+
+    driver = peer_memory.Driver.__new__(peer_memory.Driver)
+    names = ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuCtxSynchronize"]
+    driver._library = SimpleNamespace(**{name: function(name) for name in [*names, "cuMemFree_v2"]})
+    assert driver.allocate(64) == 4096
+    assert done == names
+    for fails in names[1:]:
+        done.clear()
+        with pytest.raises(OSError, match=f"{fails} ended with CUDA error 700"):
+            driver.allocate(64)
+        assert done[-1] == "cuMemFree_v2"
+
+
+class Prepared:
+    """A kernel of ``triton_peer``, of which launches and compilations are noted, and its ``Prepared`` at once."""
+
+    def __init__(self, done, fails=False):
+        self._done, self._fails = done, fails
+
+    def warmup(self, *arguments, grid, num_warps):
+        if self._fails:
+            raise RuntimeError("no compiler")
+        self._done.append("compiled")
+
+    def __call__(self, *moving):
+        self._done.append("launched")
+
+
+def noted(monkeypatch, fails=False, device="cpu"):
+    """Peer memory of two ranks that launches nothing, and what it does, in order."""
+    done = []
+    kernel = Prepared(done, fails)
+    monkeypatch.setattr(
+        peer_memory, "_kernels", lambda: SimpleNamespace(peer_sum_kernel=kernel, peer_gather_kernel=kernel)
+    )
+    monkeypatch.setattr(peer_memory, "Prepared", lambda function, grid, fixed, num_warps: function)
+    peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"))
+    peers.device = torch.device(device)
+    monkeypatch.setattr(peers, "_order", lambda: done.append("ordered"))
+    return peers, done
+
+
+def test_whatever_may_fail_on_one_rank_comes_before_its_peers_wait(monkeypatch):
+    words = torch.zeros(16, dtype=torch.uint8)
+    for move in (lambda p, agree: p.sum(words, torch.bfloat16, agree), lambda p, agree: p.gather(words, agree)):
+        peers, done = noted(monkeypatch)
+        move(peers, lambda done=done: done.append("agreed"))
+        assert done == ["compiled", "agreed", "ordered", "launched"]
+        move(peers, lambda done=done: done.append("agreed"))
+        assert done[4:] == ["agreed", "ordered", "launched"]
+        peers, done = noted(monkeypatch, fails=True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no compiler"):
+                move(peers, lambda done=done: done.append("agreed"))
+        assert done == []
+        peers, done = noted(monkeypatch)
+
+        def odd():
+            raise ContractError("ranks make different calls")
+
+        with pytest.raises(ContractError):
+            move(peers, odd)
+        assert done == ["compiled"]
+
+
+def test_launches_go_to_the_gpu_whose_peers_are_mapped(monkeypatch):
+    peers, done = noted(monkeypatch, device="cuda:1")
+    current = [0]
+
+    @contextmanager
+    def device(of):
+        before, current[0] = current[0], of.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(peers, "_order", lambda: done.append(current[0]))
+    peers.gather(torch.zeros(16, dtype=torch.uint8), lambda: None)
+    assert done == ["compiled", 1, "launched"]
+    assert current == [0]
+    mover = SimpleNamespace(peers=peers)
+    call = Call("all_reduce", torch.float32, torch.float32, 0, (4,), "cuda")
+    for where, wrong in (("cuda:1", False), ("cuda:0", True)):
+        found = NcclMover.misplaced(mover, call, SimpleNamespace(device=torch.device(where)))
+        assert (found is not None) == wrong
+    assert "all_reduce got a tensor on cuda:0, supported: on cuda:1" in str(found)
+
+
+def test_calls_on_several_streams_run_one_after_the_other(monkeypatch):
+    class Stream:
+        waited = ()
+
+        def wait_stream(self, other):
+            self.waited += (other,)
+
+    first, second = Stream(), Stream()
+    peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"))
+    current, capturing = [first], [False]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    peers._order()
+    peers._order()
+    assert (first.waited, second.waited) == ((), ())
+    current[0] = second
+    peers._order()
+    assert second.waited == (first,)
+    # a stream that is captured can't wait for one that is not, and is none that an eager call could wait for
+    current[0], capturing[0] = first, True
+    peers._order()
+    current[0], capturing[0] = second, False
+    peers._order()
+    assert (first.waited, second.waited) == ((), (first,))
+
+
+PRETENDED = """
+from rl_contract.pretend import aligned, pretend_gpu
+driver, launched = pretend_gpu("sm90")
+import torch
+from rl_comm import peer_memory
+
+peers = peer_memory.PeerMemory([4096, 8192], 1, torch.device("cpu"))
+peers._addresses = aligned(2, dtype=torch.int64)
+peers._order = lambda: None
+seen = []
+for n in (64, 64, 20, 4):
+    x = aligned(n // 4, dtype=torch.float32).view(torch.uint8)
+    for out in (torch.float32, torch.bfloat16):
+        peers.sum(x, out, lambda: seen.append((driver._loaded, len(launched))))
+    peers.gather(x, lambda: seen.append((driver._loaded, len(launched))))
+# what is launched was compiled and loaded before its peers heard of it, and once
+assert [count for _, count in seen] == list(range(12)), seen
+assert [loaded for loaded, _ in seen] == [1, 2, 3, 3, 3, 3, 4, 5, 6, 7, 8, 9], seen
+assert driver._loaded == 9
+assert {x.grid for x in launched} == {(64, 1, 1)}
+"""
+
+
+def test_a_launch_is_compiled_and_loaded_before_peers_hear_of_it_and_once():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    done = subprocess.run([sys.executable, "-c", PRETENDED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -53,8 +53,9 @@ class TreeCommunicator:
             GPUs. A group without NCCL serves GPU tensors through the host, which ranks that share a GPU need.
         transport: of CPU tensors: ``auto`` takes shared memory where all ranks are processes of one host, else gloo;
             ``shared_memory`` and ``gloo`` insist. Of GPU tensors: ``auto`` moves small ones through peer memory where
-            every rank reaches every other one's, as over NVLink, and the rest by NCCL; ``peer_memory`` insists on
-            both, ``nccl`` moves all by NCCL. Chosen here, once, for every call.
+            every rank reaches every other one's, as over NVLink, and the rest by NCCL, and so does
+            ``shared_memory``; ``peer_memory`` insists on both, ``nccl`` and ``gloo`` move all by NCCL. Chosen here,
+            once, for every call.
         two_shot_bytes: size of the fp32 partial from which on two steps are taken; by device where None.
         timeout_s: how long a rank waits for a peer over shared memory; gloo and NCCL have the group's own timeout.
         host_group: a gloo group of the same ranks, where ``group`` has no gloo part; made here where None.
@@ -116,13 +117,14 @@ class TreeCommunicator:
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
         on_gpu: Mover = StagedMover(on_cpu, rank)
         if "nccl" in backends and world_size > 1:
-            peers = None if transport in ("nccl", "gloo") else peer_memory.connect(gloo)
-            if transport == "peer_memory" and peers is None:
+            peers = "" if transport in ("nccl", "gloo") else peer_memory.connect(gloo)
+            if transport == "peer_memory" and isinstance(peers, str):
                 raise MissingSupport(
-                    "transport='peer_memory' needs Triton and NVIDIA GPUs of one host that reach one another's memory, "
-                    "one a rank and all visible to each; use 'auto'"
+                    f"transport='peer_memory': {peers}; supported: Triton and NVIDIA GPUs of one host that reach one "
+                    "another's memory, one a rank and all visible to each; use 'auto'"
                 )
-            on_gpu = NcclMover(group, rank, world_size, board.make(gloo, timeout_s), peers)
+            agreement = board.make(gloo, timeout_s)
+            on_gpu = NcclMover(group, rank, world_size, agreement, None if isinstance(peers, str) else peers)
         self._assemble(rank, world_size, {"cpu": on_cpu, "cuda": on_gpu}, two_shot_bytes)
 
     @classmethod
@@ -314,13 +316,13 @@ class TreeCommunicator:
 
     def _all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("all_reduce", partial, out_dtype)
-        self._refuse(call, unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype))
+        problem = unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
+        self._refuse(call, problem or self._misplaced(call, partial))
         limit = TWO_SHOT_BYTES[partial.device.type] if self.two_shot_bytes is None else self.two_shot_bytes
         if partial.numel() * 4 < limit:
             mover, payload = self._mover(partial), row_major_bytes(partial)
-            if isinstance(mover, NcclMover) and (peers := mover.peers_for(payload)) is not None:
-                mover.agree(call)
-                out = peers.sum(payload, out_dtype).view(partial.shape)
+            if isinstance(mover, NcclMover) and (peers := mover.peers_for(payload.numel())) is not None:
+                out = peers.sum(payload, out_dtype, lambda: mover.agree(call)).view(partial.shape)
                 self._record("all_reduce", "one-shot", partial, peers.name)
                 return out
             out = tree_sum(self._rows(mover.gather(call, payload), partial), out_dtype)
@@ -332,7 +334,9 @@ class TreeCommunicator:
             flat = torch.nn.functional.pad(flat, (0, width * self.world_size - flat.numel()))
         mine = self._sum_slices(call, flat.view(self.world_size, width), out_dtype)
         out = self._gather(replace(self._call("all_gather", mine), agreed=True), mine).reshape(-1)
-        self._record("all_reduce", "two-shot", partial)
+        # slices of the result may be small enough for peer memory, which NCCL has brought together
+        peers = self._peers_for(mine)
+        self._record("all_reduce", "two-shot", partial, "" if peers is None else f"nccl+{peers.name}")
         if partial.numel() < out.numel():
             # an output is its own tensor, never a view of a longer one
             out = out[: partial.numel()].clone()
@@ -360,14 +364,22 @@ class TreeCommunicator:
 
     def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         call = self._call("all_gather", x, arg=dim)
-        self._refuse(call, unmovable(call, x) or dim_problem(x, dim))
-        mover, payload = self._mover(x), row_major_bytes(x)
-        parts = self._rows(mover.gather(call, payload), x)
-        peers = mover.peers_for(payload) if isinstance(mover, NcclMover) else None
+        self._refuse(call, unmovable(call, x) or dim_problem(x, dim) or self._misplaced(call, x))
+        parts = self._gather(call, x)
+        peers = self._peers_for(x)
         self._record("all_gather", "bytes", x, "" if peers is None else peers.name)
         if dim in (0, -x.dim()):
             return parts.reshape(self.world_size * x.shape[0], *x.shape[1:])
         return torch.cat(list(parts), dim=dim)
+
+    def _peers_for(self, x: torch.Tensor) -> peer_memory.PeerMemory | None:
+        """What moves ``x`` through peer memory, if that is how it goes."""
+        mover = self._mover(x)
+        return mover.peers_for(x.nbytes) if isinstance(mover, NcclMover) else None
+
+    def _misplaced(self, call: Call, x: torch.Tensor) -> Exception | None:
+        mover = self._mover(x)
+        return mover.misplaced(call, x) if isinstance(mover, NcclMover) else None
 
     def _gather(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """[world_size, *x.shape]"""
@@ -375,12 +387,13 @@ class TreeCommunicator:
 
     def _rows(self, gathered: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """uint8 [world_size, n] -> [world_size, *x.shape]"""
-        return gathered.contiguous().view(x.dtype).reshape(self.world_size, *x.shape)
+        # flat, since rows of nothing have strides that no other type can view
+        return gathered.contiguous().reshape(-1).view(x.dtype).reshape(self.world_size, *x.shape)
 
     def _sum_slices(self, call: Call, slices: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""
         rows = self._mover(slices).scatter(call, row_major_bytes(slices).view(self.world_size, slices.shape[1] * 4))
-        return tree_sum(rows.view(torch.float32), out_dtype)
+        return tree_sum(self._rows(rows, slices[0]), out_dtype)
 
 
 def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rl_comm.board import Board, Signatures
 from rl_comm.mover import Call, Mover, gathered_into
 from rl_comm.peer_memory import PeerMemory
+from rl_contract import ContractError
 
 
 class NcclMover:
@@ -34,31 +35,39 @@ class NcclMover:
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
-        if not call.agreed:
-            self._agreement.agree(call)
-        peers = self.peers_for(payload)
-        return self._gather(payload) if peers is None else peers.gather(payload)
+        peers = self.peers_for(payload.numel())
+        if peers is not None:
+            return peers.gather(payload, lambda: self.agree(call))
+        return self._gather(payload, call)
 
-    def peers_for(self, payload: torch.Tensor) -> PeerMemory | None:
-        """What moves ``payload`` (uint8 [n]) through peer memory, if that is how it goes."""
-        return self.peers if self.peers is not None and self.peers.fits(payload) else None
+    def peers_for(self, size: int) -> PeerMemory | None:
+        """What moves ``size`` bytes of each rank through peer memory, if that is how they go."""
+        return self.peers if self.peers is not None and self.peers.fits(size) else None
+
+    def misplaced(self, call: Call, x: torch.Tensor) -> Exception | None:
+        """Why peer memory can't serve ``x``, whatever its size."""
+        if self.peers is None or x.device == self.peers.device:
+            return None
+        return ContractError(
+            f"{call.op} got a tensor on {x.device}, supported: on {self.peers.device}, where this communicator's peers "
+            "reach its memory; make it where that GPU is current, or pass transport='nccl'"
+        )
 
     def agree(self, call: Call) -> None:
-        """Return once all ranks are seen to make this call."""
-        self._agreement.agree(call)
+        """Return once all ranks are seen to make this call; what may fail on one rank alone comes before."""
+        if not call.agreed:
+            self._agreement.agree(call)
 
     def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """``gather`` of each payload: one look at the peers and one launch, without a copy that joins them."""
-        if not call.agreed:
-            self._agreement.agree(call)
         out = [payload.new_empty(self.world_size, payload.numel()) for payload in payloads]
+        self.agree(call)
         self._launch(list(zip(out, payloads)))
         return out
 
     def gather_into(self, call: Call, wholes: list[torch.Tensor]) -> None:
         """Peers' rows of each uint8 [world_size, n], of which this rank's own is filled; nothing is copied beside."""
-        if not call.agreed:
-            self._agreement.agree(call)
+        self.agree(call)
         self._launch([(whole, whole[self.rank]) for whole in wholes])
 
     def _groups(self, probe: torch.Tensor) -> bool:
@@ -81,24 +90,26 @@ class NcclMover:
 
     def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Row ``rank`` of every rank's ``payload`` (uint8 [world_size, n]), as uint8 [world_size, n] by source rank."""
-        self._agreement.agree(call)
         received = torch.empty_like(payload)
+        self.agree(call)
         if payload.numel():
             dist.all_to_all_single(received, payload, group=self.group)
         return received
 
     def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor:
         """The source rank's ``payload``."""
-        self._agreement.agree(call)
         out = payload.clone()
+        self.agree(call)
         if out.numel():
             dist.broadcast(out, group=self.group, group_src=source)
         return out
 
-    def _gather(self, payload: torch.Tensor) -> torch.Tensor:
+    def _gather(self, payload: torch.Tensor, call: Call | None = None) -> torch.Tensor:
         out = payload.new_empty(self.world_size, payload.numel())
+        if call is not None:
+            self.agree(call)
         if payload.numel():
-            dist.all_gather_into_tensor(out, payload, group=self.group)
+            dist.all_gather_into_tensor(out.view(-1), payload, group=self.group)
         return out
 
 

@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,6 +26,11 @@ _NAME_BYTES = 64
 _ACCESS, _ATOMICS = 2, 3
 _PEER_ACCESS = 1
 _MOST_KEPT = 4096
+# of what a rank says of itself
+_SAID_BYTES = 255
+_STEPS = ("able", "handle", "opened", "closed", "freed")
+# of what a prepared launch is given
+_ALIGNMENT = 16
 
 
 class _Handle(ctypes.Structure):
@@ -56,7 +61,13 @@ class Driver:
         """Address of ``size`` zero bytes."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        try:
+            self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+            # zeros that came late, behind what the GPU is busy with, would take peers' flags away
+            self._call("cuCtxSynchronize")
+        except OSError:
+            self.free(address.value)
+            raise
         return address.value
 
     def free(self, address: int) -> None:
@@ -103,7 +114,12 @@ def _kernels() -> Any | None:
 
 
 class PeerMemory:
-    """Calls of one group through its ranks' memory, on the current stream; peers are seen to make the same call before.
+    """Calls of one group through its ranks' memory, on the current stream.
+
+    Each is given ``agree``, which returns once the peers are seen to make the same call. A kernel waits for its peers'
+    without end, so whatever may fail on one rank alone is done before. Calls of one communicator that are captured in
+    graphs run one after the other if they are captured on one stream, and replays and eager calls if the caller's
+    streams wait for one another.
 
     Args:
         addresses: of every rank's allocation as this process maps it, rank 0 first.
@@ -113,31 +129,44 @@ class PeerMemory:
     name = "peer_memory"
 
     def __init__(self, addresses: list[int], rank: int, device: torch.device) -> None:
-        self.rank, self.world_size = rank, len(addresses)
+        self.rank, self.world_size, self.device = rank, len(addresses), device
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
         self._slot, _ = words_of(self.world_size)
         self._stream: Any = None
         self._launches: dict[tuple[str, int, torch.dtype], Prepared] = {}
 
-    def fits(self, payload: torch.Tensor) -> bool:
-        """Whether ``payload`` (uint8 [n]) can be moved in one call: whole words, no more than a slot."""
-        size = payload.numel()
-        return 0 < size <= 4 * self._slot and size % 4 == 0 and payload.data_ptr() % 4 == 0
+    def fits(self, size: int) -> bool:
+        """Whether ``size`` bytes of each rank go in one call: whole words, no more than a slot.
 
-    def sum(self, payload: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        Ranks that decided otherwise would wait for one another, so only what they agree on is asked.
+        """
+        return 0 < size <= 4 * self._slot and size % 4 == 0
+
+    def sum(self, payload: torch.Tensor, out_dtype: torch.dtype, agree: Callable[[], None]) -> torch.Tensor:
         """The bytes of every rank's fp32 [n] -> [n]: the tree over ranks, rounded once to ``out_dtype``."""
-        words = payload.view(torch.int32)
+        words = _words(payload)
         out = torch.empty(words.numel(), dtype=out_dtype, device=payload.device)
-        self._launch("peer_sum_kernel", words, out)
+        self._launch("peer_sum_kernel", words, out, agree)
         return out
 
-    def gather(self, payload: torch.Tensor) -> torch.Tensor:
+    def gather(self, payload: torch.Tensor, agree: Callable[[], None]) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n]."""
+        words = _words(payload)
         out = payload.new_empty(self.world_size, payload.numel())
-        self._launch("peer_gather_kernel", payload.view(torch.int32), out.view(torch.int32))
+        self._launch("peer_gather_kernel", words, out.view(torch.int32), agree)
         return out
 
-    def _launch(self, kernel: str, words: torch.Tensor, out: torch.Tensor) -> None:
+    def _launch(self, kernel: str, words: torch.Tensor, out: torch.Tensor, agree: Callable[[], None]) -> None:
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            # peers' memory is mapped for this device alone, and Triton launches on the current one
+            with torch.cuda.device(self.device):
+                return self._launch(kernel, words, out, agree)
+        launch = self._prepared(kernel, words, out)
+        agree()
+        self._order()
+        launch(words, out, self._addresses)
+
+    def _prepared(self, kernel: str, words: torch.Tensor, out: torch.Tensor) -> Prepared:
         key = (kernel, words.numel(), out.dtype)
         launch = self._launches.get(key)
         if launch is None:
@@ -147,10 +176,13 @@ class PeerMemory:
                 "n": words.numel(), "SLOT": self._slot, "PROGRAMS": PROGRAMS, "RANK": self.rank,
                 "WORLD": self.world_size, "BLOCK": _BLOCK,
             }  # fmt: skip
-            launch = Prepared(getattr(_kernels(), kernel), (PROGRAMS,), fixed, num_warps=8)
+            function = getattr(_kernels(), kernel)
+            compiled = function.warmup(words, out, self._addresses, *fixed.values(), grid=(PROGRAMS,), num_warps=8)
+            # this loads it, too
+            getattr(compiled, "run", None)
+            launch = Prepared(function, (PROGRAMS,), fixed, num_warps=8)
             self._launches[key] = launch
-        self._order()
-        launch(words, out, self._addresses)
+        return launch
 
     def _order(self) -> None:
         """Calls run one after the other, whatever streams they are made on: they use the same slots in turn."""
@@ -162,52 +194,107 @@ class PeerMemory:
         self._stream = stream
 
 
-def _driver() -> Driver | None:
-    if not torch.cuda.is_available() or torch.version.hip is not None or _kernels() is None:
-        return None
-    try:
-        return Driver()
-    except OSError:
-        return None
+def _words(payload: torch.Tensor) -> torch.Tensor:
+    """The bytes (uint8 [4 n]) as int32 [n], where a launch finds them aligned as at first; a copy if need be."""
+    if payload.data_ptr() % _ALIGNMENT or payload.storage_offset() % 4:
+        payload = payload.clone()
+    return payload.view(torch.int32)
 
 
-def connect(gloo: GlooMover, driver: Callable[[], Driver | None] = _driver) -> PeerMemory | None:
-    """Memory of each rank's current GPU that all ranks of ``gloo`` reach; None, on every rank, if one can't."""
-    known, device, bus = driver() if gloo.world_size in SLOT_BYTES else None, 0, ""
+def _driver() -> Driver:
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise OSError("no NVIDIA GPU")
+    if _kernels() is None:
+        raise OSError("no Triton")
+    return Driver()
+
+
+class _Unreachable(Exception):
+    """Some rank's memory is none to share; raised on every rank alike."""
+
+
+class _Joining:
+    """The steps by which the ranks of a group come to map one another's memory; each tells its peers what it has."""
+
+    def __init__(self, gloo: GlooMover, driver: Callable[[], Driver]) -> None:
+        self._gloo, self._make, self._driver = gloo, driver, cast(Driver, None)
+        self._device, self._mine = 0, 0
+        self._opened: dict[int, int] = {}
+
+    def join(self) -> PeerMemory:
+        names = self._together("able", self._name)
+        if len({host for host, _ in map(bytes.split, names)}) > 1:
+            raise _Unreachable("the ranks are on several hosts")
+        shared = [str(rank) for rank, name in enumerate(names) if names.count(name) > 1]
+        if shared:
+            # where only one of them runs, it would wait for the others without end
+            raise _Unreachable(f"ranks {', '.join(shared)} share a GPU")
+        try:
+            handles = self._together("handle", lambda: self._allocate(names))
+            made: list[PeerMemory] = []
+            self._together("opened", lambda: made.append(self._open(handles)))
+            return made[0]
+        except _Unreachable:
+            self._leave()
+            raise
+
+    def _name(self) -> bytes:
+        self._driver = self._make()
+        self._device, bus = self._driver.current()
+        return f"{_host()} {bus}".encode()
+
+    def _allocate(self, names: list[bytes]) -> bytes:
+        for rank, name in enumerate(names):
+            if rank != self._gloo.rank and not self._driver.reaches(self._device, name.split()[1].decode()):
+                raise OSError(f"its GPU does not reach the memory of rank {rank}")
+        self._mine = self._driver.allocate(4 * words_of(self._gloo.world_size)[1])
+        return self._driver.handle(self._mine)
+
+    def _open(self, handles: list[bytes]) -> PeerMemory:
+        for rank, handle in enumerate(handles):
+            if rank != self._gloo.rank:
+                self._opened[rank] = self._driver.open(handle)
+        addresses = [self._opened.get(rank, self._mine) for rank in range(len(handles))]
+        return PeerMemory(addresses, self._gloo.rank, self._driver.device)
+
+    def _leave(self) -> None:
+        def close() -> None:
+            for address in self._opened.values():
+                self._driver.close(address)
+
+        def free() -> None:
+            if self._mine:
+                self._driver.free(self._mine)
+
+        try:
+            self._together("closed", close)
+            # nobody frees what a peer has open
+            self._together("freed", free)
+        except _Unreachable:
+            # it is kept, then
+            return
+
+    def _together(self, step: str, act: Callable[[], bytes | None]) -> list[bytes]:
+        """What ``act`` gives, rank 0 first; whatever it raises on one rank, all ranks learn of, none is waited for."""
+        try:
+            said = b"+" + (act() or b"")
+        except Exception as error:
+            said = b"-" + " ".join(f"{type(error).__name__}: {error}".split()).encode()
+        rows = _exchange(self._gloo, step, said[:_SAID_BYTES])
+        for rank, row in enumerate(rows):
+            if row[:1] != b"+":
+                raise _Unreachable(f"rank {rank} has {row[1:].decode(errors='replace')}")
+        return [row[1:] for row in rows]
+
+
+def connect(gloo: GlooMover, driver: Callable[[], Driver] = _driver) -> PeerMemory | str:
+    """Memory of each rank's current GPU that all ranks of ``gloo`` reach; on every rank why not, if one can't."""
+    if gloo.world_size not in SLOT_BYTES:
+        return f"a world of {gloo.world_size}"
     try:
-        device, bus = known.current() if known is not None else (0, "")
-    except OSError:
-        known = None
-    said = [row.decode() for row in _exchange(gloo, "able", f"{_host()} {bus}".encode() if known is not None else b"")]
-    # ranks that share a GPU wait for one another where only one of them runs
-    if known is None or not all(said) or len(set(said)) < len(said) or len({row.split()[0] for row in said}) > 1:
-        return None
-    mine, handle = 0, b""
-    try:
-        if all(known.reaches(device, row.split()[1]) for rank, row in enumerate(said) if rank != gloo.rank):
-            mine = known.allocate(4 * words_of(gloo.world_size)[1])
-            handle = known.handle(mine)
-    except OSError:
-        handle = b""
-    handles = _exchange(gloo, "handle", handle)
-    addresses: dict[int, int] = {}
-    try:
-        if all(handles):
-            for rank, row in enumerate(handles):
-                addresses[rank] = mine if rank == gloo.rank else known.open(row)
-    except OSError:
-        # the peers must know
-        addresses = {rank: found for rank, found in addresses.items() if rank != gloo.rank}
-    if all(_exchange(gloo, "opened", b"1" if len(addresses) == gloo.world_size else b"")):
-        return PeerMemory([addresses[rank] for rank in range(gloo.world_size)], gloo.rank, known.device)
-    for rank, address in addresses.items():
-        if rank != gloo.rank:
-            known.close(address)
-    # nobody frees what a peer has open
-    _exchange(gloo, "closed", b"")
-    if mine:
-        known.free(mine)
-    return None
+        return _Joining(gloo, driver).join()
+    except _Unreachable as problem:
+        return str(problem)
 
 
 def _host() -> str:
@@ -220,10 +307,10 @@ def _host() -> str:
 
 
 def _exchange(gloo: GlooMover, step: str, said: bytes) -> list[bytes]:
-    """What every rank says, at most 255 bytes."""
-    block = torch.zeros(256, dtype=torch.uint8)
+    """What every rank says, at most ``_SAID_BYTES``."""
+    block = torch.zeros(_SAID_BYTES + 1, dtype=torch.uint8)
     block[0] = len(said)
     if said:
         block[1 : 1 + len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    call = Call("barrier", torch.uint8, torch.uint8, ("able", "handle", "opened", "closed").index(step), (256,))
+    call = Call("barrier", torch.uint8, torch.uint8, _STEPS.index(step), tuple(block.shape))
     return [bytes(row[1 : 1 + row[0]]) for row in gloo.gather(call, block).contiguous().tolist()]
