@@ -5,6 +5,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,8 +155,14 @@ def check_groups(rank, world):
 def check_choice(rank, world):
     default = TreeCommunicator(identity="one profile")
     assert (default.transport, default.device_transport) == ("shared_memory", "staged-shared_memory")
-    with pytest.raises(MissingSupport, match="transport='nccl' got a group with backend 'cpu:gloo,cuda:gloo'"):
-        TreeCommunicator(transport="nccl")
+    for transport in ("nccl", "peer_memory"):
+        with pytest.raises(
+            MissingSupport, match=f"transport='{transport}' got a group with backend 'cpu:gloo,cuda:gloo'"
+        ):
+            TreeCommunicator(transport=transport, two_shot_bytes=0)
+    for group in (3, "tp", [rank]):
+        with pytest.raises(ContractError, match=r"group=.*supported: None, or a process group"):
+            TreeCommunicator(group)
     with pytest.raises(ContractError, match="transport='mpi'"):
         TreeCommunicator(transport="mpi")
     # a rank of another profile is named on every rank
@@ -174,18 +181,42 @@ def check_choice(rank, world):
     bad = ({"transport": "mpi"}, {"transport": ["gloo"]}, {"transport": "nccl"}, {"identity": None},
            {"two_shot_bytes": "1"}, {"two_shot_bytes": -1}, {"timeout_s": float("nan")},
            {"two_shot_bytes": True}, {"timeout_s": True}, {"host_group": 3})  # fmt: skip
+    pair = dist.new_group([0, world - 1])
+    if world > 2:
+        for given in ({"host_group": pair}, {"group": dist.new_group([0, 1]), "host_group": pair}):
+            if rank < 2 or "group" not in given:
+                with pytest.raises(
+                    ContractError, match=r"host_group=.*supported: None, or a gloo group of group's ranks"
+                ):
+                    TreeCommunicator(**given)
+    else:
+        assert TreeCommunicator(host_group=pair).world_size == world
     for given in bad:
         message = re.escape(next(iter(given))) + "=" if last else f"refused on rank {world - 1}, whose error says why"
         with pytest.raises((ContractError, MissingSupport), match=message):
             TreeCommunicator(**given if last else {})
     assert not [f for f in os.listdir("/dev/shm") if f.startswith("rl-comm-")] or rank
-    # a rank that cannot map the memory decides for all
-    real = shared_memory._open
-    shared_memory._open = (lambda path, size: None) if rank == world - 1 else real
-    assert TreeCommunicator().transport == "gloo"
-    with pytest.raises(MissingSupport, match="all ranks on one host"):
-        TreeCommunicator(transport="shared_memory")
-    shared_memory._open = real
+
+    # a rank that cannot map the memory decides for all, and so does one without semaphores
+    def unmapped(handle, size):
+        raise ValueError("mmap length is greater than file size")
+
+    def without(*_):
+        raise OSError("no shared semaphore")
+
+    odd = {} if rank != last else {"mmap": SimpleNamespace(mmap=unmapped)}
+    for changes in (odd, {} if rank != last else {"SharedMemoryMover": without}):
+        with pytest.MonkeyPatch.context() as patched:
+            for name, value in changes.items():
+                patched.setattr(shared_memory, name, value)
+            assert TreeCommunicator().transport == "gloo"
+            with pytest.raises(MissingSupport, match="all ranks on one host"):
+                TreeCommunicator(transport="shared_memory")
+    # its name may be gone already
+    with pytest.MonkeyPatch.context() as patched:
+        real = os.unlink
+        patched.setattr(shared_memory.os, "unlink", lambda path: [real(path), real(path)])
+        assert TreeCommunicator().transport == "shared_memory"
 
 
 def check_board(rank, world):

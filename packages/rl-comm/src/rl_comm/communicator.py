@@ -21,6 +21,7 @@ from rl_comm.refusals import (
     fits_op,
     list_problem,
     no_group,
+    no_host_group,
     parts_problem,
     stored,
     unmovable,
@@ -64,8 +65,9 @@ class TreeCommunicator:
     Raises:
         MissingSupport: torch.distributed is not initialised, the group has neither gloo nor NCCL, or a transport was
             asked for that some rank cannot reach.
-        ContractError: a world size other than 1, 2, 4, 8, a process outside the group; on every rank, when one rank's
-            arguments can't be used, or ranks differ in ``identity``, ``transport`` or ``two_shot_bytes``.
+        ContractError: no process group, a world size other than 1, 2, 4, 8, a process outside the group; on every rank,
+            when one rank's arguments can't be used, or ranks differ in ``identity``, ``transport`` or
+            ``two_shot_bytes``.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class TreeCommunicator:
                 "or use rl_contract.SingleRank for a world of one"
             )
         group = dist.group.WORLD if group is None else group
+        if (problem := no_group("group", group)) is not None:
+            raise problem
         if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
             raise ContractError("this process is not in the group; build a TreeCommunicator on its members only")
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -102,7 +106,7 @@ class TreeCommunicator:
         host = group
         if "gloo" not in backends:
             # without it there is nothing to tell the other ranks by
-            if (problem := no_group(host_group)) is not None:
+            if (problem := no_host_group(host_group, group)) is not None:
                 raise problem
             host = host_group or dist.new_group(
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
@@ -112,7 +116,7 @@ class TreeCommunicator:
             gloo,
             str(identity),
             f"transport={transport!r}, two_shot_bytes={two_shot_bytes}",
-            unusable(transport, two_shot_bytes, timeout_s, identity, backends) or no_group(host_group),
+            unusable(transport, two_shot_bytes, timeout_s, identity, backends) or no_host_group(host_group, group),
         )
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
         on_gpu: Mover = StagedMover(on_cpu, rank)

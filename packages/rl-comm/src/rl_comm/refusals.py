@@ -131,10 +131,30 @@ def parts_problem(wholes: Sequence[torch.Tensor], world_size: int) -> Exception 
     return None
 
 
-def no_group(host_group: Any) -> Exception | None:
-    if host_group is None or isinstance(host_group, dist.ProcessGroup):
+def no_group(name: str, group: Any) -> Exception | None:
+    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    return ContractError(f"host_group={host_group!r}; supported: None, or a gloo process group of the same ranks")
+    return ContractError(
+        f"{name}={group!r}; supported: None, or a process group, as torch.distributed.new_group and a mesh's get_group "
+        "return it"
+    )
+
+
+def no_host_group(host_group: Any, group: Any) -> Exception | None:
+    """Why ``host_group`` can't speak for the ranks of ``group``, in whose order all are counted."""
+    if host_group is None:
+        return None
+    if (problem := no_group("host_group", host_group)) is not None:
+        return problem
+    wanted = dist.get_process_group_ranks(group)
+    member = host_group is not dist.GroupMember.NON_GROUP_MEMBER
+    ranks = dist.get_process_group_ranks(host_group) if member else "without this process"
+    backends = str(dist.get_backend_config(host_group)) if member else ""
+    if ranks == wanted and "gloo" in backends:
+        return None
+    return ContractError(
+        f"host_group={ranks} with backend {backends!r}; supported: None, or a gloo group of group's ranks, {wanted}"
+    )
 
 
 def unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any, backends: str) -> Exception | None:

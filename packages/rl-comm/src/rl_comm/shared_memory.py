@@ -13,12 +13,12 @@ import os
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_headers, gathered_as_one, gathered_into
-from rl_contract import MissingSupport
 
 SLOT_BYTES = 1 << 18
 _SEMAPHORE_BYTES = 64
@@ -61,7 +61,9 @@ def share(gloo: GlooMover, size: int) -> Shared | None:
     mine = torch.tensor([os.getpid() if memory is not None else 0, _pid_namespace()])
     pids, namespaces = gloo.gather(_call("pid"), mine.view(torch.uint8)).contiguous().view(torch.int64).T.tolist()
     if gloo.rank == 0 and path:
-        os.unlink(path)
+        # whoever tidies up there may have been first
+        with suppress(OSError):
+            os.unlink(path)
     if memory is None or 0 in pids:
         return None
     return Shared(memory, pids if len(set(namespaces)) == 1 else None)
@@ -78,9 +80,12 @@ def connect(gloo: GlooMover, timeout_s: float) -> "SharedMemoryMover | None":
     shared = share(gloo, world * world * _SEMAPHORE_BYTES + 2 * world * SLOT_BYTES)
     if shared is None:
         return None
-    mover = SharedMemoryMover(gloo, shared.memory, libc, shared.pids, timeout_s)
-    gloo.gather(_call("ready"), torch.zeros(0, dtype=torch.uint8))
-    return mover
+    try:
+        mover = SharedMemoryMover(gloo, shared.memory, libc, shared.pids, timeout_s)
+    except OSError:
+        mover = None
+    ready = gloo.gather(_call("ready"), torch.tensor([mover is not None]).view(torch.uint8))
+    return mover if bool(ready.all()) else None
 
 
 def look(peer: int, pids: list[int] | None, give_up: float, timeout_s: float) -> None:
@@ -138,6 +143,9 @@ def _open(path: str, size: int) -> mmap.mmap | None:
         return None
     try:
         return mmap.mmap(handle, size)
+    except (OSError, ValueError):
+        # no room to map it, or another's file
+        return None
     finally:
         os.close(handle)
 
@@ -162,7 +170,7 @@ class SharedMemoryMover:
         for peer in self._peers:
             # the receiver makes the semaphore; nobody posts before every rank is here
             if libc.sem_init(self._semaphore(peer, self.rank), 1, 0):
-                raise MissingSupport(f"shared semaphores: {os.strerror(ctypes.get_errno())}; use transport='gloo'")
+                raise OSError(ctypes.get_errno(), "no shared semaphore")
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
