@@ -15,9 +15,11 @@ from rl_megatron import (
     OptimizerConfig,
     PackedBatch,
     ParallelConfig,
+    TrainerRank,
     build_model,
     logprobs,
     micro_batches,
+    topology,
 )
 
 
@@ -59,6 +61,63 @@ def test_recomputation_is_refused_where_megatron_cannot(one_rank: None, tiny: An
     ):
         with pytest.raises(ContractError, match=r"'selective' of some of \('core_attn', 'mlp'\)"):
             build_model(config, profile, ParallelConfig(), recompute=recompute, recompute_modules=modules)
+
+
+def test_a_trainer_refuses_what_its_device_has_not_before_it_joins_a_world(tiny: Any, tmp_path: Any) -> None:
+    config = tiny.tiny_config()
+    folder = tiny.write_folder(tmp_path / "model", config, tiny.tiny_tensors(config))
+    rest: dict[str, Any] = {"rank": 0, "hf_path": folder, "profile": tiny.tiny_profile(config)}
+    either: Any = np.array(["none", "full"])
+    for wrong, words in (
+        ({"recompute": "FULL"}, "recompute='FULL'"),
+        ({"recompute": None}, "recompute=None"),
+        ({"recompute": either}, r"recompute=array\("),
+        ({"recompute_modules": []}, r"of \[\]; supported"),
+        ({"recompute_modules": ["layernorm"]}, "layernorm.*supported"),
+        ({"recompute_modules": torch.tensor([1.0])}, r"tensor\(1\.\).*supported"),
+        ({"recompute_modules": "mlp"}, "recompute_modules='mlp', supported: a sequence of names"),
+        ({"mode": either}, r"mode=array\("),
+        ({"mode": np.array("strict"), "native_operators": "local"}, r"mode=array\("),
+    ):
+        with pytest.raises(ContractError, match=words):
+            TrainerRank(init_method="file:///nowhere", **rest, **wrong)
+    for kind, words in (
+        ({"recompute": "full"}, "recompute='full' on a CPU"),
+        ({"optimizer": OptimizerConfig(kind="megatron")}, "Megatron's optimizer needs CUDA tensors"),
+    ):
+        # a world is not asked for, which the address would hang in
+        trainer = TrainerRank(init_method="tcp://192.0.2.1:1", **rest, **kind)
+        with pytest.raises(MissingSupport, match=words):
+            trainer.init()
+
+
+@pytest.mark.parametrize("config", [None, "model", 7, ["hidden_size"]])
+def test_a_config_that_is_no_mapping_is_refused(one_rank: None, tiny: Any, config: Any) -> None:
+    profile = tiny.tiny_profile(tiny.tiny_config())
+    for call in (lambda: build_model(config, profile, ParallelConfig()), lambda: ModelConfig.from_hf(config)):
+        with pytest.raises(ContractError, match=r"hf_config=.*supported: a mapping, what json\.load makes"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rank": "0"}, "rank='0', supported: an integer"),
+        ({"rank": math.nan}, "rank=nan, supported: an integer"),
+        ({"rank": True}, "rank=True, supported: an integer"),
+        ({"rank": 1}, "rank 1 with tp=1 and cp=1; supported: 0 to 0"),
+        ({"init_method": None}, "init_method=None, supported: a URL"),
+        ({"init_method": "nowhere"}, "init_method='nowhere', supported: a URL"),
+        ({"share_gpu": "no"}, "share_gpu='no', supported: a bool"),
+        ({"device": None}, "device=None; supported: 'cpu', 'cuda'"),
+        ({"device": 7.0}, "device=7.0; supported: 'cpu', 'cuda'"),
+    ],
+)
+def test_a_world_that_can_not_be_is_refused_before_it_is_joined(wrong: dict[str, Any], words: str) -> None:
+    alive = torch.distributed.is_initialized()
+    with pytest.raises(ContractError, match=words):
+        topology.start(**({"rank": 0, "parallel": ParallelConfig(), "init_method": "tcp://192.0.2.1:1"} | wrong))
+    assert torch.distributed.is_initialized() == alive
 
 
 def test_a_profile_of_a_gpu_is_refused_on_a_cpu(one_rank: None, tiny: Any) -> None:
@@ -163,6 +222,7 @@ def test_optimizer_settings_out_of_range_are_refused() -> None:
             LossConfig(**wrong)
     for wrong in (
         {"lr": "x"},
+        {"lr": 10**400},
         {"betas": 5},
         {"betas": (0.9,)},
         {"betas": ("0.9", 0.95)},
@@ -174,7 +234,7 @@ def test_optimizer_settings_out_of_range_are_refused() -> None:
     for wrong in ({"kind": "adam"}, {"kind": None}, {"kind": "megatron", "distributed": 1}):
         with pytest.raises(ContractError, match="supported: kind 'strict' or 'megatron'"):
             OptimizerConfig(**wrong)
-    for wrong in ({"kl_coef": "x"}, {"clip_low": None}, {"clip_high": True}):
+    for wrong in ({"kl_coef": "x"}, {"clip_high": 10**400}, {"clip_low": None}, {"clip_high": True}):
         with pytest.raises(ContractError, match="supported: 0 <= clip_low"):
             LossConfig(**wrong)
 

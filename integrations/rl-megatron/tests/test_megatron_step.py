@@ -111,6 +111,7 @@ def test_the_loss_refuses_what_is_not_finite_where_it_counts() -> None:
 
 RANK = """
 import json, pickle, sys
+import numpy as np
 from rl_contract import ContractError
 from rl_megatron import OptimizerConfig, TrainerRank
 
@@ -118,6 +119,8 @@ rank, folder = int(sys.argv[1]), sys.argv[2]
 arguments = pickle.load(open(folder + "/job.pkl", "rb"))
 trainer = TrainerRank(rank=rank, init_method=f"file://{folder}/init", optimizer=OptimizerConfig(lr=1e-2), **arguments)
 trainer.init()
+if rank == 0:
+    trainer.keep_reference()
 samples = [([5, 6, 7], [8, 9]), ([1], [2])]
 old = trainer.logprobs(samples)
 before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
@@ -129,6 +132,17 @@ for call in (
     lambda: trainer.train_step(samples, [1.0, 2.0], old, temperature=nan if alone else 1.0),
     lambda: trainer.logprobs(samples, temperature=nan if alone else 1.0),
     lambda: trainer.logprobs([([5], [999 if alone else 3])]),
+    lambda: trainer.reference_logprobs(samples),
+    lambda: trainer.train_step(samples, [1.0, 2.0 + alone], old),
+    lambda: trainer.train_step(samples, [1.0, 2.0 + alone], [old[0] - alone, old[1]]),
+    lambda: trainer.train_step(samples, [1.0, 2.0], old, ref_logprobs=old if alone else None),
+    lambda: trainer.train_step(samples, [1.0, 2.0], old, temperature=1.0 + alone),
+    lambda: trainer.logprobs(samples, temperature=1.0 + alone),
+    lambda: trainer.logprobs([([5], [4 if alone else 3])]),
+    lambda: trainer.logprobs([([5], [3, 4], [True, not alone])]),
+    lambda: trainer.logprobs([([5, 6], [3]) if alone else ([5], [6, 3])]),
+    lambda: trainer.logprobs(samples, with_entropy=alone),
+    lambda: trainer.logprobs(samples) if alone else trainer.train_step(samples, [1.0, 2.0], old),
     lambda: trainer.train_step(samples, [1.0, nan], old),
 ):
     try:
@@ -137,7 +151,9 @@ for call in (
     except ContractError as error:
         said.append(str(error))
 whole = all(bool((p == before[n]).all()) for n, p in trainer.model.named_parameters()) and not trainer.optimizer.steps
-step = trainer.train_step(samples, [1.0, 2.0], old)
+# what a masked token has counts nowhere
+masked = [(*samples[0], [True, False]), samples[1]]
+step = trainer.train_step(masked, [1.0, 2.0], [np.array([old[0][0], nan if alone else 7.0]), old[1]])
 json.dump([said, whole, step["skipped"], step["ratio_mean"]], open(f"{folder}/said{rank}.json", "w"))
 trainer.close()
 """
@@ -167,10 +183,20 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
                 "temperature=nan, supported: a finite number above 0",
                 "temperature=nan, supported: a finite number above 0",
                 "PackedBatch: sample 0 has token id 999",
+                "no reference is kept",
             ),
-            one,
+            one[:6],
             strict=True,
         ):
             assert told.startswith(prefix + words)
+        for words, told in zip(
+            (
+                *("advantages", "advantages, old_logprobs", "ref_logprobs", "temperature", "temperature"),
+                *("samples", "samples", "samples", "call", "call"),
+            ),
+            one[6:],
+            strict=True,
+        ):
+            assert told.startswith(f"rank 1 was given other {words} than rank 0; every rank makes the same calls")
         assert both.startswith("train_step: the advantage of sample 1 is nan")
         assert (whole, skipped, ratio) == (True, False, 1.0)

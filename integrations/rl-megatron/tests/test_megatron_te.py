@@ -214,6 +214,7 @@ def test_te_is_refused_by_name_where_it_cannot_serve(one_rank: None, hidden: Non
         ("native", np.array("local"), r"native_operators=array\('local'"),
         ("native", ["local"], r"native_operators=\['local'\]"),
         (np.array(["strict", "native"]), "auto", r"mode=array\("),
+        (np.array("strict"), "local", r"mode=array\("),
     ):
         with pytest.raises(ContractError, match=words):
             build_model(config, profile, ParallelConfig(), mode=mode, native_operators=operators)  # type: ignore[arg-type]
@@ -279,7 +280,19 @@ BROKEN = {
     "AttributeError": ("import torch\ntorch.no_such_thing", "module 'torch' has no attribute 'no_such_thing'"),
     "namespace": (None, "PackageNotFoundError: No package metadata was found for transformer-engine"),
     "no version": ("", "PackageNotFoundError: No package metadata was found for transformer-engine"),
+    "version of no number": (
+        "import sys, types\n__version__ = 'dev'\nsys.modules[__name__ + '.pytorch'] = types.ModuleType('pytorch')",
+        "InvalidVersion: Invalid version: 'dev'",
+    ),
+    "SyntaxError": ("__version__ = '2.14.1", "SyntaxError: unterminated string literal"),
     "no pytorch": ("__version__ = '2.14.1'", "ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
+}
+
+
+APEX = {
+    "apex RuntimeError": "raise RuntimeError('apex broken')",
+    "apex OSError": "raise OSError('amp_C.so: undefined symbol')",
+    "apex SyntaxError": "apex = '",
 }
 
 
@@ -291,6 +304,9 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (folder / case / "transformer_engine").mkdir(parents=True)
         if text is not None:
             (folder / case / "transformer_engine" / "__init__.py").write_text(text)
+    for case, text in APEX.items():
+        (folder / case / "apex").mkdir(parents=True)
+        (folder / case / "apex" / "__init__.py").write_text(text)
     (folder / "megatron itself" / "megatron").mkdir(parents=True)
     (folder / "megatron itself" / "megatron" / "__init__.py").write_text("import torch\ntorch.no_such_thing")
     command = [sys.executable, "-W", "ignore", str(HERE / "broken_te_worker.py"), str(folder), str(out)]
@@ -311,6 +327,17 @@ def test_a_broken_installation_is_named_where_megatron_is_first_imported(imports
     assert f"{case}/transformer_engine" in words
     assert BROKEN[case][1] in words
     assert "pip uninstall transformer-engine" in words
+
+
+@pytest.mark.parametrize("case", APEX)
+def test_a_broken_apex_is_not_told_as_a_broken_transformer_engine(imports: Any, case: str) -> None:
+    kind, words = imports[case]
+    assert kind == "MissingSupport", words
+    assert words.startswith("rl_megatron.TrainerRank: megatron-core imports Apex, whose installation (")
+    assert f"{case}/apex" in words
+    assert f"is broken: {case.removeprefix('apex ')}: " in words
+    assert "pip uninstall apex" in words
+    assert "transformer" not in words.lower()
 
 
 def test_a_broken_installation_is_named_whichever_module_is_imported_first(imports: Any) -> None:

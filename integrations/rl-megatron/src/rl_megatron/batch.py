@@ -215,6 +215,15 @@ class PackedBatch:
         as_tensor = [torch.from_numpy(np.fromiter(x, np.int64, len(x))) for x in (ids, positions, rows, targets)]
         return as_tensor[0], as_tensor[1], as_tensor[2], as_tensor[3]
 
+    def content(self) -> bytes:
+        """What tells this batch from any other of the same model: all its numbers, in packed order."""
+        parts = [
+            torch.tensor([[len(s.prompt), len(s.response)] for s in self.samples]),
+            self._packed[0],
+            self.loss_mask,
+        ]
+        return b"".join(part.numpy().tobytes() for part in parts)
+
     def rank_tokens(self, rank: int) -> Tensor:
         """Which packed tokens a rank holds: of each sequence's ``2 * cp`` chunks the ``rank``-th from both ends.
 

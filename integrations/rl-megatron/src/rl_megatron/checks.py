@@ -9,8 +9,14 @@ from torch import Tensor
 
 
 def real(value: object) -> bool:
-    """A number of any library, NaN and infinity among them; True is none, nor is a tensor."""
-    return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
+    """A number of any library that a double holds, NaN and infinity among them; True is none, nor is a tensor."""
+    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def instance_problem(name: str, value: object, kind: type) -> str | None:

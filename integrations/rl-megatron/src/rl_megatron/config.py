@@ -66,6 +66,10 @@ class ModelConfig:
         Raises:
             ContractError: everything that is missing or unsupported, in one message.
         """
+        if not isinstance(config, Mapping):
+            raise ContractError(
+                f"hf_config={config!r:.80}, supported: a mapping, what json.load makes of the checkpoint's config.json"
+            )
         problems = _unsupported(config)
         names = shape.architectures(config)
         required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")

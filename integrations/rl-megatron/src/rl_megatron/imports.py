@@ -10,12 +10,12 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
 from rl_contract import MissingSupport
-from rl_megatron.te import broken_installation
+from rl_megatron.installations import broken_installation
 
 
 def missing(name: str, error: BaseException) -> MissingSupport | None:
     """What to raise from the import of ``name`` in place of ``error``; None where neither Megatron-core is missing nor
-    TransformerEngine broken.
+    an optional package of its broken.
     """
     # of a module that another one imports: the outermost name is the one that was asked for
     cause = error.__cause__ if isinstance(error, MissingSupport) and error.__cause__ is not None else error

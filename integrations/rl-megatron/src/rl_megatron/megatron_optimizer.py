@@ -16,10 +16,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from rl_contract import MissingSupport
 from rl_megatron import own_optimizer, te, topology
 from rl_megatron.cpu_device import device
-from rl_megatron.optimizer import OptimizerConfig, is_head_norm
+from rl_megatron.optimizer import OptimizerConfig, check_optimizer, is_head_norm
 
 
 class MegatronOptimizer:
@@ -31,8 +30,7 @@ class MegatronOptimizer:
     """
 
     def __init__(self, model: GPTModel, config: OptimizerConfig) -> None:
-        if device().type != "cuda":
-            raise MissingSupport("Megatron's optimizer needs CUDA tensors; use OptimizerConfig(kind='strict') on a CPU")
+        check_optimizer(config, device().type)
         self.config = config
         self.steps = 0
         # over context parallel ranks Megatron's own operators leave shares of the gradient, to be summed; strict ones

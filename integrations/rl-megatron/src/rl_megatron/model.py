@@ -76,7 +76,7 @@ def build_model(
         raise ContractError(problem)
     place = device()
     _check_device(place, profile, mode)
-    _check_recompute(recompute, recompute_modules, place)
+    check_recompute(recompute, recompute_modules, place.type)
     dtype = DTYPES[profile.settings.dtype]
     strict = mode == "strict"
     chosen = None if strict else _choose(native_operators, place, profile)
@@ -214,17 +214,25 @@ def _check_topology(parallel: ParallelConfig) -> None:
         )
 
 
-def _check_recompute(recompute: str, modules: Sequence[str], place: torch.device) -> None:
+def recompute_problem(recompute: object, modules: Any) -> str | None:
+    """What is wrong with the two options by themselves; None where nothing is."""
     known = ("none", "full", "selective")
     if problem := sequence_problem("recompute_modules", modules, "names"):
-        raise ContractError(problem)
+        return problem
     unknown = [module for module in modules if choice_problem("", module, RECOMPUTE_MODULES)]
     if choice_problem("recompute", recompute, known) or unknown or not len(modules):
-        raise ContractError(
+        return (
             f"recompute={recompute!r} of {list(modules)}; supported: 'none', 'full', or 'selective' of some of "
             f"{RECOMPUTE_MODULES}"
         )
-    if recompute != "none" and place.type == "cpu":
+    return None
+
+
+def check_recompute(recompute: object, modules: Any, device_type: str) -> None:
+    """Raise for options that are none (ContractError), or that this device has not (MissingSupport)."""
+    if problem := recompute_problem(recompute, modules):
+        raise ContractError(problem)
+    if recompute != "none" and device_type == "cpu":
         raise MissingSupport(
             f"recompute={recompute!r} on a CPU: Megatron's checkpointing keeps CUDA's random state; use 'none'"
         )

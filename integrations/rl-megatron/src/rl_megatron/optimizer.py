@@ -10,10 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rl_contract import ContractError
+from rl_contract import ContractError, MissingSupport
 from rl_contract.shares import LaterShares
 from rl_megatron import te, topology
 from rl_megatron.checks import choice_problem, instance_problem, real
+from rl_megatron.cpu_device import device
 from rl_megatron.loss import fixed_sum
 from rl_megatron.model import shard_dim
 
@@ -80,14 +81,21 @@ class Optimizer(Protocol):
         ...
 
 
+def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
+    """Raise what ``make_optimizer`` would on such a device, before there is a model."""
+    if problem := instance_problem("optimizer", config, OptimizerConfig):
+        raise ContractError(problem)
+    if config.kind == "megatron" and device_type != "cuda":
+        raise MissingSupport("Megatron's optimizer needs CUDA tensors; use OptimizerConfig(kind='strict') on a CPU")
+
+
 def make_optimizer(model: GPTModel, config: OptimizerConfig) -> Optimizer:
     """The optimizer that ``config.kind`` names.
 
     Raises:
         ContractError: no OptimizerConfig. MissingSupport: Megatron's own on a CPU.
     """
-    if problem := instance_problem("optimizer", config, OptimizerConfig):
-        raise ContractError(problem)
+    check_optimizer(config, device().type)
     if config.kind == "megatron":
         from rl_megatron.megatron_optimizer import MegatronOptimizer
 

@@ -94,6 +94,19 @@ class StepInputs:
                 "such a sample out, or mask the tokens that have no log-probability; nothing was computed"
             )
 
+    def content(self, batches: Sequence[PackedBatch]) -> dict[str, bytes]:
+        """What tells these numbers from others, by name; without those of masked tokens, which may be anything."""
+        masks = [mask.numpy() for b in batches for mask in b.split(b.loss_mask)]
+
+        def of(values: list[np.ndarray] | None) -> bytes:
+            return b"none" if values is None else b"".join(v[m].tobytes() for v, m in zip(values, masks))
+
+        return {
+            "advantages": self.advantages.tobytes(),
+            "old_logprobs": of(self.old),
+            "ref_logprobs": of(self.reference),
+        }
+
     def packed(self, first: int, batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """Old log-probabilities, advantages and reference of the response tokens of a batch whose first sample is
         ``first``; each fp32 ``[n]`` in packed order on ``device``, which is not waited for.

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -24,11 +23,12 @@ _NAME = "transformer_engine"
 _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def option_problem(operators: object, mode: str) -> str | None:
+def option_problem(operators: object, mode: object) -> str | None:
     """What is wrong with the option by itself; None where nothing is."""
     if problem := choice_problem("native_operators", operators, NATIVE_OPERATORS):
         return problem
-    if mode == "strict" and operators != "auto":
+    # an array of modes is another problem's
+    if isinstance(mode, str) and mode == "strict" and operators != "auto":
         return f"native_operators={operators!r} with mode='strict', which runs its own; leave it out"
     return None
 
@@ -91,43 +91,6 @@ def missing_part() -> str | None:
         # a library that is not found is an OSError, versions that differ are an AssertionError
         return f"and importing it fails with {type(error).__name__}: {error}"
     return None if loaded else "and megatron-core found none as it was imported"
-
-
-def broken_installation(error: BaseException) -> str | None:
-    """What to say where importing Megatron-core, which imports TransformerEngine, failed by it; None where it did not.
-
-    Megatron-core takes an installation that raises anything, has no version or no ``pytorch`` for one that serves, so
-    nothing of this package can fall back to another arm.
-    """
-    causes: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in causes:
-        causes.append(at)
-        at = at.__cause__ or at.__context__
-    for cause in causes:
-        # its own code, or Megatron's, that looks for its parts
-        inside = any(
-            frame.f_globals.get("__name__", "").partition(".")[0] in (_NAME, f"{_NAME}_torch")
-            for frame, _ in walk_tb(cause.__traceback__)
-        )
-        named = isinstance(cause, ImportError) and _NAME in str(cause).replace("-", "_")
-        if inside or named:
-            return (
-                f"megatron-core imports TransformerEngine, whose installation ({_place()}) is broken: "
-                f"{type(cause).__name__}: {cause}; no arm can run beside it: remove it (pip uninstall "
-                "transformer-engine transformer-engine-torch), take the folder from the path, or install one that "
-                f"fits this torch and CUDA, so that 'import {_NAME}.pytorch' works"
-            )
-    return None
-
-
-def _place() -> str:
-    try:
-        spec = find_spec(_NAME)
-    except ValueError:
-        spec = None
-    found = None if spec is None else spec.origin or ", ".join(spec.submodule_search_locations or ())
-    return found or "at no known place"
 
 
 def version() -> str:

@@ -1,5 +1,6 @@
 """Process groups of one trainer: Megatron's parallel state over torch.distributed, and a communicator per group."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -10,13 +11,16 @@ from megatron.core import parallel_state
 
 from rl_comm import TreeCommunicator
 from rl_contract import Communicator, ContractError, MissingSupport, SingleRank
-from rl_megatron import tokens
-from rl_megatron.checks import instance_problem
+from rl_contract.checks import whole_number
+from rl_megatron import checks, tokens
 from rl_megatron.config import ParallelConfig
 from rl_megatron.cpu_device import device as current_device
 from rl_megatron.cpu_device import use as use_device
 
 T = TypeVar("T")
+
+# of one exchange before a call: whether this rank refuses it, and digests of what it was given
+_WORDS = 8
 
 _communicators: dict[int, tuple[object, Communicator]] = {}
 
@@ -71,21 +75,27 @@ def start(
         share_gpu: let several ranks use one GPU. NCCL can't, so bytes then move through the host, which is slow.
 
     Raises:
-        ContractError: the rank is outside the world, another parallel state is alive in this process, or two ranks
-            have one GPU without ``share_gpu``; the last on every rank.
+        ContractError: an argument that is none of its kind, the rank is outside the world, another parallel state is
+            alive in this process, or two ranks have one GPU without ``share_gpu``; the last on every rank.
         MissingSupport: a device that is not there.
     """
-    if problem := instance_problem("parallel", parallel, ParallelConfig):
-        raise ContractError(f"topology.start: {problem}")
+    problems = [
+        checks.instance_problem("parallel", parallel, ParallelConfig),
+        None if whole_number(rank) else f"rank={rank!r:.80}, supported: an integer",
+        checks.url_problem("init_method", init_method),
+        checks.instance_problem("share_gpu", share_gpu, bool),
+    ]
+    if found := [problem for problem in problems if problem]:
+        raise ContractError(f"topology.start: {'; '.join(found)}")
     if not 0 <= rank < parallel.world_size:
         raise ContractError(
             f"rank {rank} with tp={parallel.tp} and cp={parallel.cp}; supported: 0 to {parallel.world_size - 1}"
         )
+    place = _resolve(device, rank, parallel.world_size)
     if parallel_state.model_parallel_is_initialized():
         raise ContractError(
             "this process already holds a Megatron parallel state; call topology.stop() or use a fresh process"
         )
-    place = _resolve(device, rank, parallel.world_size)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     use_device(place)
@@ -134,28 +144,58 @@ def agree(what: Mapping[str, object]) -> None:
         raise ContractError(f"ranks of one trainer differ: {'; '.join(problems[:8])}; start all ranks alike")
 
 
-def together(prepare: Callable[[], T]) -> T:
+def together(prepare: Callable[[], T], given: Callable[[T], Mapping[str, bytes]] | None = None) -> T:
     """What ``prepare`` returns, once it has returned on every rank of the world, so that no rank waits for one that
-    refuses; agreed on the host.
+    refuses; agreed on the host, by a few numbers unless a rank refuses.
+
+    Args:
+        given: what all ranks must have been given alike, of what ``prepare`` returned, by name; the first is the call.
 
     Raises:
-        ContractError: on the ranks that were ready, naming the first one that was not, and why. There its own error.
+        ContractError: on the ranks that were ready, naming the first one that was not, and why, there its own error; or
+            on all ranks, naming the first one that was given something else than rank 0.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return prepare()
     error: Exception | None = None
+    row, names = [1], []
     try:
         out = prepare()
+        held = {} if given is None else given(out)
+        names = list(held)
+        row = [0, *map(_digest, held.values())]
     except Exception as caught:
         error = caught
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, said in enumerate(everyone):
-        if said is not None:
-            raise ContractError(f"rank {rank} refuses this call, which all ranks make together: {said}")
+    rows = _gathered(row)
+    if any(theirs[0] for theirs in rows):
+        everyone: list[Any] = [None] * len(rows)
+        dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        rank, said = next((rank, said) for rank, said in enumerate(everyone) if said is not None)
+        raise ContractError(f"rank {rank} refuses this call, which all ranks make together: {said}")
+    for rank, theirs in enumerate(rows):
+        other = [name for name, mine, first in zip(names, theirs[1:], rows[0][1:]) if mine != first]
+        if other:
+            # numbers of another call mean something else
+            said = ", ".join(other[:1] if other[0] == names[0] else other)
+            raise ContractError(
+                f"rank {rank} was given other {said} than rank 0; every rank makes the same calls with the same "
+                "arguments, in the same order; nothing was computed"
+            )
     return out
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _gathered(row: list[int]) -> list[list[int]]:
+    """Every rank's row of up to ``_WORDS`` integers."""
+    mine = torch.tensor(row + [0] * (_WORDS - len(row)))
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [theirs.tolist() for theirs in rows]
 
 
 def stop() -> None:

@@ -18,9 +18,9 @@ from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
 from rl_megatron.cpu_device import device as current_device
 from rl_megatron.loss import Loss, LossConfig, fixed_sum, grpo_loss
-from rl_megatron.model import Mode, Recompute, build_model, module_classes
+from rl_megatron.model import Mode, Recompute, build_model, check_recompute, module_classes, recompute_problem
 from rl_megatron.native import native_substitutions
-from rl_megatron.optimizer import Optimizer, OptimizerConfig, make_optimizer
+from rl_megatron.optimizer import Optimizer, OptimizerConfig, check_optimizer, make_optimizer
 from rl_megatron.scoring import check_temperature, token_logprobs
 from rl_megatron.step_inputs import StepInputs
 
@@ -103,7 +103,7 @@ class TrainerRank:
             checks.instance_problem("optimizer", self.optimizer_config, OptimizerConfig),
             checks.instance_problem("loss", self.loss_config, LossConfig),
             checks.instance_problem("share_gpu", self.share_gpu, bool),
-            checks.sequence_problem("recompute_modules", self.recompute_modules, "names"),
+            recompute_problem(self.recompute, self.recompute_modules),
         ]
         if self.share_gpu is True and str(self.device) == "cpu":
             found.append("share_gpu=True, supported: with a GPU; leave it out on device='cpu'")
@@ -123,12 +123,17 @@ class TrainerRank:
         """Check everything, join the world, build and load the model; returns ``report()``.
 
         Raises:
-            ContractError: an unsupported config, cut or profile, before the world is joined; a defective weight file.
-            MissingSupport: ``native_operators="te"`` without TransformerEngine, before the world is joined.
+            ContractError: an unsupported config, cut or profile, before the world is joined; ranks that differ; a
+                defective weight file.
+            MissingSupport: ``native_operators="te"`` without TransformerEngine, or recomputation or Megatron's
+                optimizer on a CPU, before the world is joined.
         """
         self._hf_config = checkpoint.read_config(self.hf_path)
         ModelConfig.from_hf(self._hf_config).check(self.profile, self.parallel)
-        operators = self._operators()
+        kind = str(self.device).partition(":")[0]
+        operators = self._operators(kind)
+        check_recompute(self.recompute, self.recompute_modules, kind)
+        check_optimizer(self.optimizer_config, kind)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         topology.start(self.rank, self.parallel, self.init_method, device=self.device, share_gpu=self.share_gpu)
@@ -151,11 +156,10 @@ class TrainerRank:
             raise
         return self.report()
 
-    def _operators(self) -> Literal["te", "local"] | None:
+    def _operators(self, kind: str) -> Literal["te", "local"] | None:
         if self.mode == "strict":
             return None
         staged = self.share_gpu and self.parallel.world_size > 1
-        kind = str(self.device).partition(":")[0]
         chosen = te.choose(self.native_operators, device=kind, dtype=self.profile.settings.dtype, staged=staged)
         self._fallback = chosen.fallback
         return chosen.operators
@@ -170,6 +174,8 @@ class TrainerRank:
             "loss": self.loss_config,
             "token_budget": self.token_budget,
             "device": torch.device(self.device).type,
+            "recompute": self.recompute,
+            "recompute_modules": self.recompute_modules,
             "config.json": self._hf_config,
         }
 
@@ -182,10 +188,23 @@ class TrainerRank:
             samples: ``Sample``, mappings or ``(prompt, response[, mask])``, see ``rl_megatron.Sample.of``.
 
         Raises:
-            ContractError: bad samples or a bad temperature, on every rank before anything is computed; in the strict
-                arm a log-probability that is NaN.
+            ContractError: bad samples or a bad temperature, or ranks that were given different ones, on every rank
+                before anything is computed; in the strict arm a log-probability that is NaN.
         """
-        batches = topology.together(lambda: self._batches(samples, temperature))
+        return self._scores("logprobs", samples, temperature, with_entropy)
+
+    def _scores(
+        self, call: str, samples: Sequence[Any], temperature: float, with_entropy: bool
+    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
+        def prepare() -> list[PackedBatch]:
+            if call == "reference_logprobs" and self._reference is None:
+                raise ContractError(
+                    "no reference is kept; call keep_reference() while the model holds the reference weights"
+                )
+            return self._batches(samples, temperature)
+
+        name = f"{call}, with_entropy={bool(with_entropy)}"
+        batches = topology.together(prepare, lambda found: self._given(name, found, temperature))
         found: list[tuple[Tensor, ...]] = []
         with torch.no_grad():
             for batch in batches:
@@ -207,12 +226,8 @@ class TrainerRank:
 
     def reference_logprobs(self, samples: Sequence[Any], *, temperature: float = 1.0) -> list[np.ndarray]:
         """As ``logprobs``, under the reference; the policy's weights come back untouched."""
-        if self._reference is None:
-            raise ContractError(
-                "no reference is kept; call keep_reference() while the model holds the reference weights"
-            )
         with self._reference_weights():
-            out = self.logprobs(samples, temperature=temperature)
+            out = self._scores("reference_logprobs", samples, temperature, False)
         assert isinstance(out, list)
         return out
 
@@ -239,11 +254,12 @@ class TrainerRank:
             A step without a valid token has loss 0 and changes nothing.
 
         Raises:
-            ContractError: samples, numbers or a temperature outside of that, on every rank before anything is
-                computed: the rank that was given them names them, the others name the rank.
+            ContractError: samples, numbers or a temperature outside of that, or ranks that were given different ones,
+                on every rank before anything is computed: the rank that refuses says why, the others name the rank.
         """
         batches, given = topology.together(
-            lambda: self._step(samples, advantages, old_logprobs, ref_logprobs, temperature)
+            lambda: self._step(samples, advantages, old_logprobs, ref_logprobs, temperature),
+            lambda found: self._given("train_step", found[0], temperature) | found[1].content(found[0]),
         )
         total = sum(int(b.loss_mask.sum()) for b in batches)
         self.optimizer.zero_grad()
@@ -366,6 +382,12 @@ class TrainerRank:
             max_positions=config.max_positions,
             cp=self.parallel.cp,
         )
+
+    def _given(self, call: str, batches: Sequence[PackedBatch], temperature: float) -> dict[str, bytes]:
+        """What all ranks must have been given alike: each packs all samples, and takes its part of the tokens then."""
+        # where one batch ends and the next begins is among its lengths
+        content = b"".join(len(b.samples).to_bytes(8, "little") + b.content() for b in batches)
+        return {"call": call.encode(), "samples": content, "temperature": float(temperature).hex().encode()}
 
     def _step(
         self, samples: Sequence[Any], advantages: Any, old_logprobs: Any, ref_logprobs: Any, temperature: float
