@@ -127,6 +127,30 @@ def test_versions_hold_transformer_engine_without_importing_it(on_path):
     assert list(native.violations(RunConfig())) == []
 
 
+BROKEN = {
+    "transformer_engine": ("__version__ = '2.14.1'\nraise OSError('libcudnn.so.9: cannot open')", "TransformerEngine"),
+    "apex": ("raise RuntimeError('apex broken')", "Apex"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_an_installation_that_breaks_as_it_is_imported_is_a_line_of_the_preflight(on_path, broken):
+    text, name = BROKEN[broken]
+    (on_path / broken / "pytorch").mkdir(parents=True)
+    (on_path / broken / "__init__.py").write_text(text)
+    (on_path / broken / "pytorch" / "__init__.py").write_text("")
+    (found,) = native.import_violations()
+    assert f"megatron-core imports {name}, whose installation ({on_path}/{broken}/__init__.py) is broken: " in found
+    assert text.partition("(")[2].strip("')") in found
+    assert found in preflight.check(dataclasses.replace(RunConfig(), out=str(on_path / "out")))
+
+
+def test_without_an_optional_package_nothing_is_imported(monkeypatch):
+    monkeypatch.setattr(native, "OPTIONAL", ("no_such_package",))
+    monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert list(native.import_violations()) == []
+
+
 @pytest.mark.usefixtures("inline_workers")
 def test_a_resumed_run_keeps_what_it_was_asked_for_and_says_what_ran(tmp_path, monkeypatch):
     out, taken = tmp_path / "out", []

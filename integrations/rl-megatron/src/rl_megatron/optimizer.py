@@ -14,7 +14,6 @@ from rl_contract import ContractError, MissingSupport
 from rl_contract.shares import LaterShares
 from rl_megatron import te, topology
 from rl_megatron.checks import choice_problem, instance_problem, real
-from rl_megatron.cpu_device import device
 from rl_megatron.loss import fixed_sum
 from rl_megatron.model import shard_dim
 
@@ -82,7 +81,7 @@ class Optimizer(Protocol):
 
 
 def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
-    """Raise what ``make_optimizer`` would on such a device, before there is a model."""
+    """Raise what ``make_optimizer`` would with a model on such a device, before there is one."""
     if problem := instance_problem("optimizer", config, OptimizerConfig):
         raise ContractError(problem)
     if config.kind == "megatron" and device_type != "cuda":
@@ -95,7 +94,8 @@ def make_optimizer(model: GPTModel, config: OptimizerConfig) -> Optimizer:
     Raises:
         ContractError: no OptimizerConfig. MissingSupport: Megatron's own on a CPU.
     """
-    check_optimizer(config, device().type)
+    if problem := instance_problem("optimizer", config, OptimizerConfig):
+        raise ContractError(problem)
     if config.kind == "megatron":
         from rl_megatron.megatron_optimizer import MegatronOptimizer
 

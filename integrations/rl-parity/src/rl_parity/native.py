@@ -1,5 +1,8 @@
 """What the native arm's trainer ran, sitting by sitting: as its ranks reported it, and never a guess."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,6 +16,16 @@ from rl_parity.config import RunConfig
 from rl_parity.rundir import RunDirectory
 
 PACKAGE, DISTRIBUTION = "transformer_engine", "transformer-engine"
+# what Megatron-core imports in every arm where it is there
+OPTIONAL = (PACKAGE, "apex")
+_IMPORT_S = 120
+_IMPORT = """
+import sys
+try:
+    import rl_megatron.trainer
+except BaseException as error:
+    sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
+"""
 NOT_REPORTED = "native (not reported)"
 # what every trainer was before there was the option
 _LOCAL = "native (no TransformerEngine)"
@@ -163,3 +176,23 @@ def violations(c: RunConfig, going_on: Began | None = None) -> Iterator[str]:
             yield f"--native-operators te: {problem}; {_INSTALL}, or use local or auto"
     elif spec is not None:
         yield f"{problem}; Megatron-core imports it in every arm and fails; mend it ({_INSTALL}) or remove it"
+
+
+def import_violations() -> Iterator[str]:
+    """Why the trainer can't be imported beside an optional package of Megatron-core's that is installed here.
+
+    What breaks as it is imported is seen by an import alone, in a process of its own; without such a package there is
+    nothing to ask.
+    """
+    if all(PathFinder.find_spec(name) is None for name in OPTIONAL) or PathFinder.find_spec("rl_megatron") is None:
+        return
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "ignore", "-c", _IMPORT]
+    try:
+        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        yield f"importing rl_megatron.trainer takes more than {_IMPORT_S} s; see python -X importtime for what does"
+        return
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        yield said[-1] if said else f"importing rl_megatron.trainer ends its process with status {done.returncode}"

@@ -90,7 +90,8 @@ def check(config: RunConfig, *, new_run: bool = True, going_on: native.Began | N
                 [options, sampling, _packages, _gpus, _machine, _disk, _model],
             )
             found += engines.answer()
-    found += native.violations(config, going_on)
+    # one that is seen to lack a part need not be imported
+    found += list(native.violations(config, going_on)) or list(native.import_violations())
     if new_run:
         refusal = RunDirectory.refusal(config.out) if config.out.strip() else None
         found += [refusal] if refusal else []
