@@ -23,6 +23,10 @@ RUNS = {
 }
 # all beside one another: most of a run's time is its start, when it also looks at what memory is free
 LANES = ("a", "n", "b", "c", "d")
+# how a comparison is called, and what it says where there is nothing to tell
+COMPARED, EQUAL = "compared with ", "equal bit for bit"
+# letters of the layouts that a call was asked for -> why it did not come to its end
+FAILED = "calls that did not end"
 FIGURES = ("valid_count", "mismatch_count", "nonfinite_count", "absent_count", "max_abs_diff", "k3_rollout_train")
 PROGRAM = (sys.executable, "-W", "ignore", "-m", "rl_parity.cli")
 GPU = "--device cuda --placement colocated --gpu-memory-utilization 0.12 --timeout 140"
@@ -84,10 +88,80 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
     ]  # fmt: skip
     same = {}
     for done, status in run_lanes([[j] for j in comparisons], settings["end"] + 4):
-        same[RUNS[done.name][0]] = "equal bit for bit" if status == 0 else done.tail(600)
-        if status is not None and status != 0:
-            errors.append(f"{RUNS[done.name][0]} differs from {RUNS[first][0]}")
-        yield {f"compared with {RUNS[first][0]}": same, "errors": errors}
+        name = RUNS[done.name][0]
+        same[name] = EQUAL if status == 0 else done.tail(600)
+        if status not in (0, 1):
+            same[name] = f"not compared ({_how(status)}) {same[name]}".strip()
+        if status != 0:
+            # status 1 where bits differ, others where nothing was compared
+            how = "differs from" if status == 1 else f"was not compared ({_how(status)}) with"
+            errors.append(f"{name} {how} {RUNS[first][0]}")
+        yield {f"{COMPARED}{RUNS[first][0]}": same, "errors": errors}
+
+
+def _how(status: int | None) -> str:
+    return "late" if status is None else f"status {status}"
+
+
+def merged(before: dict[str, Any], answer: dict[str, Any], letters: str, stamp: dict[str, Any]) -> dict[str, Any]:
+    """What the file shall say of this part, of which each call may run some of the layouts: each answers for itself.
+
+    A layout that this call was not asked for keeps what an earlier one found, with its errors and comparisons; ``ok``
+    is that of all. A call that did not come to its end stands under ``FAILED`` until its layouts are run again.
+
+    Args:
+        before: of the file, as earlier calls left it.
+        answer: of this call so far.
+        letters: that this call was asked for.
+        stamp: commit, date and model, which each of its layouts gets.
+    """
+    asked = {RUNS[letter][0]: letter for letter in chosen(letters)}
+    letter_of = {run[0]: letter for letter, run in RUNS.items()}
+    # also what another version called otherwise
+    kept = {
+        name: letter_of.get(name, "")
+        for name, found in before.items()
+        if isinstance(found, dict) and name not in asked and not name.startswith((COMPARED, FAILED, "stages"))
+    }
+    # of older files, in which the part alone has a commit
+    old = {key: before[key] for key in stamp if key in before}
+    out: dict[str, Any] = {name: {**old, **before[name]} for name in kept}
+    told = [e for e in before.get("errors") or [] if any(_is_of(e, name) for name in kept)]
+    errors = [e for e in told if not any(_is_of(e, name) for name in asked)]
+    for name in (kept.keys() & letter_of.keys()) - {name for name in kept for e in told if e.startswith(f"{name}: ")}:
+        # earlier versions let the last call speak for all
+        found = {"status": 0, "steps": 0, **before[name]}
+        if problems := judge(RUNS[letter_of[name]][1], found, found["steps"]):
+            errors.append(f"{name}: {'; '.join(problems)}")
+    failed = {"".join(x for x in some if x not in asked.values()): why for some, why in before.get(FAILED, {}).items()}
+    failed.pop("", None)
+    if kept and FAILED not in before and not before.get("ok") and (_trouble(before) or not before.get("errors")):
+        failed["".join(kept.values()) or "?"] = _trouble(before) or "did not end"
+    for key, same in before.items():
+        if key.startswith(COMPARED) and key.removeprefix(COMPARED) in kept:
+            left = {name: how for name, how in same.items() if name in kept}
+            out |= {key: left} if left else {}
+    for key, value in answer.items():
+        if key.startswith(COMPARED):
+            out[key] = {**out.get(key, {}), **value}
+        elif key not in ("ok", "errors"):
+            out[key] = {**value, **stamp} if key in asked else value
+    errors += answer.get("errors") or []
+    if not answer.get("ok") and (_trouble(answer) or not answer.get("errors") or asked.keys() - answer.keys()):
+        failed["".join(asked.values())] = _trouble(answer) or "has not ended"
+    out |= {FAILED: failed} if failed else {}
+    return {"ok": bool(answer.get("ok")) and not errors and not failed, "errors": errors, **out}
+
+
+def _is_of(error: str, name: str) -> bool:
+    """Whether an entry of ``errors`` is of the layout called ``name``, alone or as one of two."""
+    return error.startswith((f"{name}: ", f"{name} ")) or error.endswith(f" {name}")
+
+
+def _trouble(answer: dict[str, Any]) -> str:
+    """Why a call of this part did not come to its end."""
+    lines = str(answer.get("error") or "").strip().splitlines()
+    return str(answer.get("late") or "") or (lines[-1] if lines else "")
 
 
 def figures(arm_folder: Path, summary: Path, name: str) -> dict[str, Any]:
@@ -110,7 +184,7 @@ def figures(arm_folder: Path, summary: Path, name: str) -> dict[str, Any]:
 
 def judge(arm: str, found: dict[str, Any], steps: int) -> list[str]:
     """What keeps a run from being the proof that it is meant to be."""
-    problems = [] if found["status"] == 0 else [f"status {found['status']}"]
+    problems = [] if found["status"] == 0 else [_how(found["status"])]
     if found["steps"] != steps:
         problems.append(f"{found['steps']} of {steps} steps")
     if not found.get("valid_count"):

@@ -177,9 +177,10 @@ def _of_sittings(
         compared = not (last and any(record.get("not_compared") for record in records))
         yield from (name + problem for problem in _wrong(arm, entry, manifest, compared))
         gaps.append([name + problem for problem in _lacking(arm, entry, manifest)])
-        # workers that ended with the run may have counted nothing; one that was killed has nobody who could tell
-        quiet = not last and not (entry.get("train") or entry.get("rollout")) and entry.get("missing")
-        if number is not None and did[number] and (ended or not last) and not quiet:
+        # of a sitting that was killed nobody could tell, of one that ended by itself each worker told or failed to
+        quiet = not (last and ended) and not (entry.get("train") or entry.get("rollout")) and entry.get("missing")
+        over = manifest["status"] != "running" or not last
+        if number is not None and did[number] and over and not quiet:
             yield from gaps[-1]
     # older versions did not say which sitting an entry is of, and the last one may have had nothing left to do
     if ended and all(gaps):
