@@ -26,6 +26,8 @@ CHECKS = [
     rank_values.check_several_at_once,
     rank_refusals.check_refusals,
     rank_refusals.check_one_rank_refuses,
+    rank_refusals.check_told,
+    rank_refusals.check_numbers,
     rank_values.check_many_small_calls,
 ]
 ONCE = [
@@ -34,7 +36,12 @@ ONCE = [
     rank_refusals.check_choice,
     rank_refusals.check_board,
 ]
-PAIR = [rank_values.check_compiled, rank_refusals.check_absent_peer]
+PAIR = [
+    rank_values.check_compiled,
+    rank_refusals.check_absent_peer,
+    rank_refusals.check_interrupted,
+    rank_refusals.check_board_told,
+]
 
 
 def run_rank(rank, world, folder):

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from rl_comm import TreeCommunicator, board, gather_from_ranks, reduce_from_ranks, shared_memory
 from rl_comm.mover import HEADER_BYTES, Call, GlooMover
 from rl_contract import ContractError, MissingSupport
+from rl_contract.communicator import refuse
 
 
 def check_refusals(rank, world):
@@ -260,8 +261,125 @@ def check_ended_peer(rank, world):
 
 
 def check_absent_peer(rank, world):
+    """After a call that one rank gave up, nobody is given what was meant for it, and nobody waits."""
     comm = make(timeout_s=1)
+    assert float(comm.all_reduce(torch.ones(1))) == 2
     if rank == 0:
         with pytest.raises(RuntimeError, match="rank 1 did not make this call within 1 s"):
-            comm.all_reduce(torch.ones(3))
+            comm.all_reduce(torch.full((3,), 100.0))
     dist.barrier()
+    began = time.monotonic()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="rank 0 makes no calls any more since one of its own has failed"):
+            comm.all_reduce(torch.ones(3))
+    why = ("all_reduce ended with RuntimeError: rank 1 did not", "all_reduce ended with RuntimeError: rank 0 makes no")
+    calls = (
+        lambda: comm.all_reduce(torch.ones(3)),
+        lambda: comm.all_reduce("x"),
+        lambda: comm.reduce_scatter(torch.ones(2)),
+        lambda: comm.all_gather(torch.ones(3)),
+        lambda: comm.all_gather_each([torch.ones(3)]),
+        lambda: comm.all_gather_into([torch.ones(2)]),
+        lambda: comm.broadcast(torch.ones(3)),
+        comm.barrier,
+    )
+    for call in calls:
+        with pytest.raises(
+            ContractError, match=f"out of step since an earlier call on rank {rank} failed: {why[rank]}"
+        ):
+            call()
+    assert time.monotonic() - began < 1
+    assert float(make().all_reduce(torch.ones(1))) == 2
+
+
+def check_interrupted(rank, world):
+    """An error of one rank inside a call, which its peers have not met, ends their wait."""
+    comm = make(timeout_s=60)
+    if rank == 0:
+        comm._movers["cpu"]._collect = lambda: (_ for _ in ()).throw(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(torch.ones(3))
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 makes no calls any more"):
+            comm.all_reduce(torch.ones(1 << 20))
+    with pytest.raises(ContractError, match="out of step since an earlier call"):
+        comm.barrier()
+
+
+def check_numbers(rank, world):
+    """A rank that has made a call more than its peers is named by all, though the calls are alike."""
+    comm = make()
+    comm.barrier()
+    comm._number += rank == world - 1
+    for number in (2, 3):
+        match = f"this is call {number} of rank 0 and call {number + 1} of rank {world - 1}"
+        with pytest.raises(ContractError, match=match):
+            comm.all_reduce(torch.ones(3))
+
+
+def check_told(rank, world):
+    """A rank that refuses an operator waits for nobody; its peers' next call names it, and the one after is in step."""
+    comm = make()
+    last = world - 1
+    for times in (1, 2):
+        if rank == last:
+            for _ in range(times):
+                problem = ContractError("x is torch.float16")
+                with pytest.raises(ContractError) as raised:
+                    refuse(problem, None, comm, given=(None, torch.ones(1)))
+                assert raised.value is problem
+        else:
+            for _ in range(times):
+                match = f"rank {last} has refused an operator that would have called; refused on rank {last}, whose"
+                with pytest.raises(ContractError, match=match):
+                    comm.all_reduce(torch.ones(100_000))
+        assert float(comm.all_reduce(torch.full((3,), float(rank)))[2]) == sum(range(world))
+    # all alike
+    for _ in range(3):
+        with pytest.raises(MissingSupport, match=r"^no kernels$"):
+            refuse(MissingSupport("no kernels"), comm)
+    assert float(comm.all_reduce(torch.ones(1))) == world
+    # what the communicator has raised itself is told already, and a compiler's look says nothing
+    with pytest.raises(ContractError, match="make different calls") as raised:
+        comm.all_gather(torch.ones(3 + (rank == 0)))
+    with pytest.raises(ContractError, match="make different calls"):
+        refuse(raised.value, comm)
+    with FakeTensorMode(), pytest.raises(ContractError, match="fake"):
+        refuse(ContractError("fake"), comm)
+    assert float(comm.all_reduce(torch.ones(1))) == world
+
+
+def check_board_told(rank, world):
+    """As ``check_told`` and ``check_absent_peer``, where a board guards GPU calls."""
+    held = board.make(GlooMover(dist.group.WORLD, rank, world), 1.0)
+    call = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda")
+    refused = Call("refusal", None, None, 0, (), refused=True)
+    held.agree(call)
+    for times in (1, 2, 3):
+        for _ in range(times):
+            if rank == world - 1:
+                held.refuse(refused)
+            else:
+                with pytest.raises(ContractError, match=f"refused on rank {world - 1}, whose error says why"):
+                    held.agree(call)
+        held.agree(call)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 did not make this call within 1 s"):
+            held.agree(call)
+        held.leave()
+    dist.barrier()
+    began = time.monotonic()
+    if rank:
+        with pytest.raises(RuntimeError, match="rank 0 makes no calls any more"):
+            held.agree(call)
+        held.leave()
+    assert time.monotonic() - began < 0.5
+    ahead = board.make(GlooMover(dist.group.WORLD, rank, world), 60.0)
+    ahead._number += 2 * rank
+    if rank:
+        ahead._wait = lambda peer, mine: mine
+        ahead.agree(call)
+    dist.barrier()
+    if not rank:
+        with pytest.raises(ContractError, match="this is call 1 of rank 0 and call 3 of rank 1"):
+            ahead.agree(call)

@@ -11,8 +11,8 @@ import time
 import zlib
 from functools import lru_cache
 
-from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_calls, packed_words
-from rl_comm.shared_memory import Shared, look, share
+from rl_comm.mover import HEADER_BYTES, Call, GlooMover, Refusals, check_calls, out_of_step, packed_words
+from rl_comm.shared_memory import Shared, left, look, share
 
 _TAIL = struct.Struct("qq")  # the call's number, and a check over both
 _FILLED = HEADER_BYTES + _TAIL.size
@@ -26,6 +26,8 @@ _PAUSE_SECONDS = 2e-5
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 # how often a waiting rank looks whether the peer it waits for still lives
 _LOOK_SECONDS = 2
+# the number of a rank that has left the calls for good
+_LEFT = -1
 
 
 # a call of several tensors is seldom made twice, and large
@@ -39,10 +41,11 @@ def _packed(call: Call) -> tuple[bytes, int]:
     return _kept.__wrapped__(call) if call.beside else _kept(call)
 
 
-class Board:
+class Board(Refusals):
     """Two rows of calls a rank, used in turn: nobody writes call k + 2 before all have written, so read, k + 1."""
 
     def __init__(self, gloo: GlooMover, shared: Shared, timeout_s: float) -> None:
+        super().__init__()
         self.rank, self.world_size = gloo.rank, gloo.world_size
         self._shared, self._timeout_s = shared, timeout_s
         self._memory = memoryview(shared.memory)
@@ -54,13 +57,34 @@ class Board:
         Raises:
             ContractError: on every rank, when the calls differ. RuntimeError: a peer has ended or does not come.
         """
+        if self._said:
+            self._settle()
+        mine = self._post(call)
+        rows = [mine if peer == self.rank else self._wait(peer, mine) for peer in range(self.world_size)]
+        if any(row != mine for row in rows):
+            check_calls([list(struct.unpack_from(f"{HEADER_BYTES // 8}q", row)) for row in rows])
+
+    def leave(self) -> None:
+        """Tell peers, those that wait too, that this rank makes no call any more."""
+        words = bytes(HEADER_BYTES)
+        for _ in range(2):
+            self._row(self.rank)[:] = words + _TAIL.pack(_LEFT, zlib.crc32(words) ^ _LEFT)
+            self._number += 1
+
+    def _post(self, call: Call) -> bytes:
         self._number += 1
         words, check = _packed(call)
         mine = words + _TAIL.pack(self._number, check ^ self._number)
         self._row(self.rank)[:] = mine
-        rows = [mine if peer == self.rank else self._wait(peer, mine) for peer in range(self.world_size)]
-        if any(row != mine for row in rows):
-            check_calls([list(struct.unpack_from(f"{HEADER_BYTES // 8}q", row)) for row in rows])
+        return mine
+
+    def _post_refusal(self, call: Call) -> None:
+        self._post(call)
+
+    def _collect_refusal(self) -> None:
+        mine = bytes(self._row(self.rank))
+        for peer in range(self.world_size):
+            self._wait(peer, mine)
 
     def _row(self, rank: int) -> memoryview:
         begin = (self._number % 2 * self.world_size + rank) * _ROW_BYTES
@@ -75,8 +99,10 @@ class Board:
                 return found
             number, check = _TAIL.unpack_from(found, HEADER_BYTES)
             # the check tells a row that is still being written
-            if number == self._number and check == zlib.crc32(found[:HEADER_BYTES]) ^ number:
-                return found
+            if (number >= self._number or number == _LEFT) and check == zlib.crc32(found[:HEADER_BYTES]) ^ number:
+                if number == self._number:
+                    return found
+                raise left(peer) if number == _LEFT else out_of_step(self.rank, self._number, peer, number)
             spins += 1
             if spins <= _SPINS:
                 continue
@@ -102,11 +128,16 @@ class Signatures:
         self._seen: set[bytes] = set()
 
     def agree(self, call: Call) -> None:
+        self._gloo.settle()
         # what is kept of a call does not grow with the tensors it moves
         words, _ = _packed(call)
         if words not in self._seen:
             self._gloo.agree(call)
             self._seen.add(words)
+
+    def refuse(self, call: Call) -> None:
+        """Said where peers look: at a kind of call that they have not used before."""
+        self._gloo.refuse(call)
 
 
 def make(gloo: GlooMover, timeout_s: float) -> Board | Signatures:

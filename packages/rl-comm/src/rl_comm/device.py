@@ -1,5 +1,6 @@
 """Movers of tensors on a GPU. As in ``mover``, nothing here adds."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,6 +58,15 @@ class NcclMover:
         """Return once all ranks are seen to make this call; what may fail on one rank alone comes before."""
         if not call.agreed:
             self._agreement.agree(call)
+
+    def refuse(self, call: Call) -> None:
+        """Say that this rank refuses ``call``, without waiting for its peers."""
+        self._agreement.refuse(call)
+
+    def leave(self) -> None:
+        """Tell peers that this rank makes no call any more, where they look at what it does."""
+        if isinstance(self._agreement, Board):
+            self._agreement.leave()
 
     def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """``gather`` of each payload: one look at the peers and one launch, without a copy that joins them."""
@@ -119,6 +129,11 @@ class StagedMover:
     def __init__(self, host: Mover, rank: int) -> None:
         self._host, self._rank = host, rank
         self.name = f"staged-{host.name}"
+
+    def refuse(self, call: Call) -> None:
+        refuse: Callable[[Call], None] | None = getattr(self._host, "refuse", None)
+        if refuse is not None:
+            refuse(call)
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         return self._host.gather(call, payload.cpu()).to(payload.device)

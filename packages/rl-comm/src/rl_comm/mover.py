@@ -10,14 +10,15 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from rl_contract import ContractError
+from rl_contract.communicator import known_to_peers
 
 DTYPES = (
     torch.float32,
@@ -31,10 +32,12 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_gather_into", "broadcast", "barrier")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_gather_into", "broadcast", "barrier", "refusal")
 MAX_DIMS = 8
 _HEADER_WORDS = 16
 HEADER_BYTES = _HEADER_WORDS * 8
+# what a block starts with: the header, and the call's number
+HEAD_BYTES = HEADER_BYTES + 8
 BLOCK_BYTES = 16384
 DEVICES = ("cpu", "cuda")
 _UNKNOWN = -1
@@ -59,6 +62,8 @@ class Call:
     agreed: bool = False
     # what else the same call moves; in the header by number and digest
     beside: "tuple[Call, ...]" = ()
+    # how many calls this rank has made of the communicator; beside the header, so that equal calls are packed once
+    number: int = field(default=0, compare=False)
 
     def words(self) -> list[int]:
         head = [
@@ -88,6 +93,8 @@ class Call:
     @staticmethod
     def of(words: list[int]) -> str:
         op, dtype, out_dtype, arg, device, dims = words[:6]
+        if OPS[op] == "refusal":
+            return "refused an operator that would have called"
         if dims < 0:
             return f"{OPS[op]}(what is no tensor)"
         shape = tuple(words[6 : 6 + dims]) if dims <= MAX_DIMS else f"{dims} dimensions"
@@ -116,7 +123,37 @@ def named(call: Call) -> Iterator[None]:
     try:
         yield
     except ContractError as different:
-        raise ContractError(f"{different}. This rank: {call.tensors()}") from different
+        raise known_to_peers(ContractError(f"{different}. This rank: {call.tensors()}")) from different
+
+
+class Refusals:
+    """Calls that a rank refuses before it would have made them: said at once, met by its peers' next calls.
+
+    The refusing rank waits for nobody until its own next call, which first takes its peers' answers, so that all are in
+    step again. A mover gives the two halves of its exchange.
+    """
+
+    def __init__(self) -> None:
+        self._said: list[Call] = []
+
+    def refuse(self, call: Call) -> None:
+        """Say ``call``, which is refused; behind an earlier one it is said once peers have come to that."""
+        if not self._said:
+            self._post_refusal(call)
+        self._said.append(call)
+
+    def _settle(self) -> None:
+        said, self._said = self._said, []
+        for at, call in enumerate(said):
+            if at:
+                self._post_refusal(call)
+            self._collect_refusal()
+
+    def _post_refusal(self, call: Call) -> None:
+        raise NotImplementedError
+
+    def _collect_refusal(self) -> None:
+        raise NotImplementedError
 
 
 class Mover(Protocol):
@@ -167,24 +204,26 @@ def _pieces(wholes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield pieces
 
 
-class GlooMover:
+class GlooMover(Refusals):
     """Direct exchange between all pairs of a gloo group: one step of latency, where a ring takes world_size - 1."""
 
     name = "gloo"
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+        super().__init__()
         self.group, self.rank, self.world_size = group, rank, world_size
+        self._refusal: tuple[Any, ...] = ()
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
-        head = min(payload.numel(), BLOCK_BYTES - HEADER_BYTES)
+        head = min(payload.numel(), BLOCK_BYTES - HEAD_BYTES)
         blocks = self._agree(call, payload[:head])
         if payload.numel() == head:
-            return blocks[:, HEADER_BYTES : HEADER_BYTES + head]
+            return blocks[:, HEAD_BYTES : HEAD_BYTES + head]
         rest = payload[head:]
         received = payload.new_empty(self.world_size, rest.numel())
         dist.all_to_all_single(received, rest.repeat(self.world_size), group=self.group)
-        return torch.cat((blocks[:, HEADER_BYTES : HEADER_BYTES + head], received), dim=1)
+        return torch.cat((blocks[:, HEAD_BYTES : HEAD_BYTES + head], received), dim=1)
 
     def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
         """``gather`` of each payload, in one call."""
@@ -203,10 +242,10 @@ class GlooMover:
 
     def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor:
         """The source rank's ``payload``."""
-        head = min(payload.numel(), BLOCK_BYTES - HEADER_BYTES)
+        head = min(payload.numel(), BLOCK_BYTES - HEAD_BYTES)
         blocks = self._agree(call, payload[:head])
         if payload.numel() == head:
-            return blocks[source, HEADER_BYTES : HEADER_BYTES + head].clone()
+            return blocks[source, HEAD_BYTES : HEAD_BYTES + head].clone()
         out = payload.clone()
         dist.broadcast(out, group=self.group, group_src=source)
         return out
@@ -220,30 +259,75 @@ class GlooMover:
         self._agree(call, torch.empty(0, dtype=torch.uint8))
 
     def _agree(self, call: Call, head: torch.Tensor) -> torch.Tensor:
-        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-        block[:HEADER_BYTES] = torch.tensor(call.words(), dtype=torch.int64).view(torch.uint8)
-        block[HEADER_BYTES : HEADER_BYTES + head.numel()] = head
+        if self._said:
+            self._settle()
         blocks = torch.empty(self.world_size, BLOCK_BYTES, dtype=torch.uint8)
-        dist.all_to_all_single(blocks, block.repeat(self.world_size), group=self.group)
-        check_headers(blocks[:, :HEADER_BYTES])
+        dist.all_to_all_single(blocks, self._block(call, head).repeat(self.world_size), group=self.group)
+        check_heads(blocks[:, :HEAD_BYTES])
         return blocks
 
+    def settle(self) -> None:
+        """Take peers' answers to what this rank has refused."""
+        if self._said:
+            self._settle()
 
-def check_headers(headers: torch.Tensor) -> None:
-    """headers uint8 [world_size, HEADER_BYTES]: refuse, naming the first rank whose call differs from rank 0's."""
-    words = headers.contiguous().view(torch.int64)
+    def _block(self, call: Call, head: torch.Tensor) -> torch.Tensor:
+        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+        block[:HEAD_BYTES] = head_of(call)
+        block[HEAD_BYTES : HEAD_BYTES + head.numel()] = head
+        return block
+
+    def _post_refusal(self, call: Call) -> None:
+        sent = self._block(call, torch.empty(0, dtype=torch.uint8)).repeat(self.world_size)
+        received = torch.empty_like(sent)
+        # both must live until it is done
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        self._refusal = work, received, sent
+
+    def _collect_refusal(self) -> None:
+        work, *_ = self._refusal
+        self._refusal = ()
+        work.wait()
+
+
+def head_of(call: Call) -> torch.Tensor:
+    """uint8 [HEAD_BYTES]"""
+    return torch.tensor([*call.words(), call.number], dtype=torch.int64).view(torch.uint8)
+
+
+def check_heads(heads: torch.Tensor) -> None:
+    """heads uint8 [world_size, HEAD_BYTES]: refuse, naming the first rank whose call differs from rank 0's."""
+    words = heads.contiguous().view(torch.int64)
     if not bool((words == words[0]).all()):
-        check_calls(words.tolist())
+        rows = words.tolist()
+        check_calls([row[:-1] for row in rows])
+        check_numbers([row[-1] for row in rows])
 
 
 def check_calls(calls: list[list[int]]) -> None:
-    """As ``check_headers``, from the words of each rank's call."""
+    """As ``check_heads``, from the words of each rank's call."""
     other = next((r for r, call in enumerate(calls) if call != calls[0]), None)
     if other is None:
         return
     refusing = [str(r) for r, call in enumerate(calls) if call[-1]]
-    raise ContractError(
-        f"ranks make different calls: rank 0 has {Call.of(calls[0])}, rank {other} has {Call.of(calls[other])}; "
-        + (f"refused on rank {', '.join(refusing)}, whose error says why; " if refusing else "")
-        + "every rank of a group must make the same call with one shape and dtype"
+    raise known_to_peers(
+        ContractError(
+            f"ranks make different calls: rank 0 has {Call.of(calls[0])}, rank {other} has {Call.of(calls[other])}; "
+            + (f"refused on rank {', '.join(refusing)}, whose error says why; " if refusing else "")
+            + "every rank of a group must make the same call with one shape and dtype"
+        )
+    )
+
+
+def check_numbers(numbers: list[int]) -> None:
+    """Refuse ranks that have made more calls of a communicator than others, though this one is alike on all."""
+    other = next((r for r, number in enumerate(numbers) if number != numbers[0]), None)
+    if other is not None:
+        raise known_to_peers(out_of_step(0, numbers[0], other, numbers[other]))
+
+
+def out_of_step(rank: int, number: int, other: int, theirs: int) -> ContractError:
+    return ContractError(
+        f"ranks are out of step: this is call {number} of rank {rank} and call {theirs} of rank {other}; "
+        "every rank must make every call; make new communicators on all ranks"
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_comm.mover import HEADER_BYTES, Call, GlooMover, check_headers, gathered_as_one, gathered_into
+from rl_comm.mover import HEAD_BYTES, Call, GlooMover, Refusals, check_heads, gathered_as_one, gathered_into, head_of
 
 SLOT_BYTES = 1 << 18
 _SEMAPHORE_BYTES = 64
@@ -77,7 +77,7 @@ def connect(gloo: GlooMover, timeout_s: float) -> "SharedMemoryMover | None":
     able = gloo.gather(_call("able"), torch.tensor([libc is not None]).view(torch.uint8))
     if libc is None or not bool(able.all()):
         return None
-    shared = share(gloo, world * world * _SEMAPHORE_BYTES + 2 * world * SLOT_BYTES)
+    shared = share(gloo, world * world * _SEMAPHORE_BYTES + 2 * world * SLOT_BYTES + world)
     if shared is None:
         return None
     try:
@@ -97,6 +97,13 @@ def look(peer: int, pids: list[int] | None, give_up: float, timeout_s: float) ->
             f"rank {peer} did not make this call within {timeout_s:g} s; "
             "every rank must make every call; look at what it does instead"
         )
+
+
+def left(peer: int) -> RuntimeError:
+    return RuntimeError(
+        f"rank {peer} makes no calls any more since one of its own has failed, whose error says why; "
+        "make new communicators on all ranks, or restart the group"
+    )
 
 
 def _call(step: str) -> Call:
@@ -150,7 +157,7 @@ def _open(path: str, size: int) -> mmap.mmap | None:
         os.close(handle)
 
 
-class SharedMemoryMover:
+class SharedMemoryMover(Refusals):
     """The interface of ``GlooMover`` over one shared mapping, whose name is gone: nothing outlives the ranks."""
 
     name = "shared_memory"
@@ -158,12 +165,15 @@ class SharedMemoryMover:
     def __init__(
         self, gloo: GlooMover, memory: mmap.mmap, libc: ctypes.CDLL, pids: list[int] | None, timeout_s: float
     ) -> None:
+        super().__init__()
         self.rank, self.world_size = gloo.rank, gloo.world_size
         self._memory, self._libc, self._pids, self._timeout_s = memory, libc, pids, timeout_s
         world = self.world_size
         raw = torch.frombuffer(memory, dtype=torch.uint8)
         self._base = raw.data_ptr()
-        self._buffers = raw[world * world * _SEMAPHORE_BYTES :].view(2, world, SLOT_BYTES)
+        self._buffers = raw[world * world * _SEMAPHORE_BYTES : -world].view(2, world, SLOT_BYTES)
+        # a byte a rank, not 0 once it has left the calls for good
+        self._left = memoryview(memory)[-world:]
         self._round = 0
         self._lock = threading.Lock()
         self._peers = [(self.rank + i) % world for i in range(1, world)]
@@ -175,13 +185,13 @@ class SharedMemoryMover:
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
         with self._lock:
-            room = SLOT_BYTES - HEADER_BYTES
+            room = SLOT_BYTES - HEAD_BYTES
             n = payload.numel()
             slots = self._exchange(payload[:room], call)
             if n <= room:
-                return slots[:, HEADER_BYTES : HEADER_BYTES + n].clone()
+                return slots[:, HEAD_BYTES : HEAD_BYTES + n].clone()
             out = payload.new_empty(self.world_size, n)
-            out[:, :room] = slots[:, HEADER_BYTES:]
+            out[:, :room] = slots[:, HEAD_BYTES:]
             for begin in range(room, n, SLOT_BYTES):
                 part = payload[begin : begin + SLOT_BYTES]
                 out[:, begin : begin + len(part)] = self._exchange(part)[:, : len(part)]
@@ -220,22 +230,54 @@ class SharedMemoryMover:
                 out[begin : begin + len(part)] = slots[source, : len(part)]
             return out
 
+    def refuse(self, call: Call) -> None:
+        with self._lock:
+            super().refuse(call)
+
+    def leave(self) -> None:
+        """Tell peers, those that wait too, that this rank makes no call any more."""
+        self._left[self.rank] = 1
+        for peer in self._peers:
+            self._libc.sem_post(self._semaphore(self.rank, peer))
+
     def _exchange(self, part: torch.Tensor, call: Call | None = None) -> torch.Tensor:
         """One round: all slots [world_size, SLOT_BYTES], to be read before the next round."""
+        if self._said:
+            self._settle()
+        slots = self._post(part, call)
+        self._collect()
+        if call is not None:
+            check_heads(slots[:, :HEAD_BYTES])
+        return slots
+
+    def _post(self, part: torch.Tensor, call: Call | None) -> torch.Tensor:
         slots = self._buffers[self._round % 2]
         self._round += 1
         mine, begin = slots[self.rank], 0
         if call is not None:
-            mine[:HEADER_BYTES] = torch.tensor(call.words(), dtype=torch.int64).view(torch.uint8)
-            begin = HEADER_BYTES
+            mine[:HEAD_BYTES] = head_of(call)
+            begin = HEAD_BYTES
         mine[begin : begin + part.numel()] = part
         for peer in self._peers:
             self._libc.sem_post(self._semaphore(self.rank, peer))
+        return slots
+
+    def _collect(self) -> None:
         for peer in self._peers:
             self._wait(peer)
-        if call is not None:
-            check_headers(slots[:, :HEADER_BYTES])
-        return slots
+        self._refuse_left()
+
+    def _refuse_left(self) -> None:
+        # what a rank that gave up has posted must not be met later
+        for peer in self._peers:
+            if self._left[peer]:
+                raise left(peer)
+
+    def _post_refusal(self, call: Call) -> None:
+        self._post(torch.empty(0, dtype=torch.uint8), call)
+
+    def _collect_refusal(self) -> None:
+        self._collect()
 
     def _semaphore(self, sender: int, receiver: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._base + (sender * self.world_size + receiver) * _SEMAPHORE_BYTES)
@@ -254,4 +296,5 @@ class SharedMemoryMover:
             if code not in (errno.ETIMEDOUT, errno.EINTR):
                 raise RuntimeError(f"waiting for rank {peer}: {os.strerror(code)}")
             if code == errno.ETIMEDOUT:
+                self._refuse_left()
                 look(peer, self._pids, give_up, self._timeout_s)

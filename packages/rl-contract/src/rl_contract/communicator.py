@@ -1,9 +1,10 @@
 """What an operator may ask of its peers. rl-comm implements it; ``SingleRank`` is the world of one."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
+from torch._guards import detect_fake_mode
 
 from rl_contract.checks import dtype_problem
 from rl_contract.errors import ContractError
@@ -43,6 +44,44 @@ def gather_each(comm: Communicator, tensors: Sequence[torch.Tensor]) -> list[tor
     if each is None or len(tensors) == 1:
         return [comm.all_gather(x.detach(), dim=0) for x in tensors]
     return each(tensors)
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def known_to_peers(error: E) -> E:
+    """``error``, marked: the peers of this rank have been told, so that ``refuse`` need not."""
+    error._rl_known_to_peers = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_known_to_peers(error: BaseException) -> bool:
+    return getattr(error, "_rl_known_to_peers", False)
+
+
+def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> NoReturn:
+    """Raise ``problem``, which ends an operator on this rank, after each of ``peers`` has been told.
+
+    Peers would wait for this rank in the operator's collectives. Each one's next call of the communicator raises
+    ContractError naming this rank instead, and calls after that are in step. Nobody is waited for, and nothing is
+    exchanged where a compiler looks on, where the communicator itself has raised ``problem``, or in a world of one.
+
+    Args:
+        peers: communicators and TokenShards the operator was given; what has no ``refuse`` is passed over.
+        given: the operator's tensors; the first one says on which device peers make their call.
+    """
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    if not is_known_to_peers(problem) and not torch.compiler.is_compiling() and detect_fake_mode(tensors) is None:
+        known_to_peers(problem)
+        for comm in peers:
+            tell: Callable[..., None] | None = getattr(comm, "refuse", None)
+            if tell is None:
+                continue
+            try:
+                tell(problem, device=next((x.device.type for x in tensors), ""))
+            except Exception as error:
+                problem.add_note(f"peers could not be told: {type(error).__name__}: {error}")
+    raise problem
 
 
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,6 +137,9 @@ class SingleRank:
     ) -> torch.Tensor:
         _raise(sum_problem("reduce_scatter", partial, out_dtype) or dim_problem(partial, dim))
         return partial if out_dtype is None else partial.to(out_dtype)
+
+    def refuse(self, problem: Exception, *, device: str = "") -> None:
+        """Nobody waits."""
 
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
         _raise(dim_problem(x, dim))

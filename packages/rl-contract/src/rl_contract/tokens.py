@@ -59,6 +59,12 @@ class TokenShards:
         """T, the tokens of all ranks without padding."""
         return len(self.order)
 
+    def refuse(self, problem: Exception, *, device: str = "") -> None:
+        """Tell the ranks that hold the other tokens; see ``rl_contract.communicator.refuse``."""
+        tell: Callable[..., None] | None = getattr(self.comm, "refuse", None)
+        if tell is not None:
+            tell(problem, device=device)
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows ``[n_r, ...]`` -> all tokens' rows ``[T, ...]`` in packed order. Moves bytes.
 
