@@ -2,10 +2,9 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from rl_comm.refusals import (
     unusable,
 )
 from rl_comm.shared_memory import connect
+from rl_comm.steps import InStep, in_step
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.communicator import dim_problem, is_known_to_peers, known_to_peers, sum_problem
@@ -42,30 +42,8 @@ TWO_SHOT_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 _live: "weakref.WeakValueDictionary[int, TreeCommunicator]" = weakref.WeakValueDictionary()
 _handles = itertools.count()
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-def _in_step(
-    call: "Callable[Concatenate[TreeCommunicator, P], T]",
-) -> "Callable[Concatenate[TreeCommunicator, P], T]":
-    """One call of a communicator, counted; an error that not all ranks have raised alike is its last."""
-
-    @wraps(call)
-    def counted(self: "TreeCommunicator", *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._failed:
-            raise self._spoiled()
-        self._number += 1
-        try:
-            return call(self, *args, **kwargs)
-        except BaseException as error:
-            self._leave(call.__name__.lstrip("_"), error)
-            raise
-
-    return counted
-
-
-class TreeCommunicator:
+class TreeCommunicator(InStep):
     """Collectives of one group of ranks; rank order is the group's.
 
     A partial of at least ``two_shot_bytes`` is reduced in two steps (each rank sums its slice, slices are gathered),
@@ -164,14 +142,8 @@ class TreeCommunicator:
         return made
 
     def _assemble(self, rank: int, world_size: int, movers: dict[str, Mover], two_shot_bytes: int | None) -> None:
-        self.rank, self.world_size = rank, world_size
+        self._begin(rank, world_size, movers)
         self.two_shot_bytes = two_shot_bytes
-        self._movers = movers
-        # where the last call was made, hence where peers look for a rank whose argument is on no device
-        self._device = "cpu"
-        self._number = 0
-        # what the call was, and its error, that put this rank out of step
-        self._failed = ""
         self._handle = next(_handles)
         _live[self._handle] = self
 
@@ -232,7 +204,7 @@ class TreeCommunicator:
             return x
         return torch.ops.rl_comm.all_gather(x, dim, self._handle)
 
-    @_in_step
+    @in_step
     def all_gather_each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """``all_gather`` of each tensor along its first dimension, agreed on and launched as one call; no gradient.
 
@@ -257,7 +229,7 @@ class TreeCommunicator:
             for part, x in zip(rows, tensors)
         ]
 
-    @_in_step
+    @in_step
     def all_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
         """Fill the parts of peers in each tensor, in place, from their own; agreed on and launched as one call.
 
@@ -278,7 +250,7 @@ class TreeCommunicator:
                 self._mover(wholes[0]).gather_into(call, rows)
             self._record("all_gather", "bytes", wholes[0])
 
-    @_in_step
+    @in_step
     def broadcast(self, x: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """The bytes of rank ``source``'s ``x``, on every rank; ``x`` itself is not written."""
         call = self._call("broadcast", x, arg=source)
@@ -292,7 +264,7 @@ class TreeCommunicator:
         self._record("broadcast", "bytes", x)
         return out.view(x.dtype).reshape(x.shape)
 
-    @_in_step
+    @in_step
     def barrier(self) -> None:
         """Return once every rank has come here."""
         if self.world_size > 1:
@@ -351,49 +323,12 @@ class TreeCommunicator:
                 raise known_to_peers(ContractError(f"{different}. This rank: {problem}")) from problem
         raise known_to_peers(problem)
 
-    @_in_step
+    @in_step
     def _refuse_alone(self, call: Call, problem: Exception | None) -> None:
         """``_refuse`` as a call of its own."""
         self._refuse(call, problem)
 
-    def refuse(self, problem: Exception, *, device: str = "") -> None:
-        """Tell the peers that this rank refuses an operator that would have made a call; see ``rl_contract.refuse``.
-
-        Waits for nobody: each peer's next call raises ContractError naming this rank, and this rank's next one is in
-        step with those after. Where a call has failed on this rank, peers are told already.
-
-        Args:
-            device: type of the device of what the operator was given, where peers make their call; empty: as the last.
-        """
-        if self.world_size == 1 or self._failed:
-            return
-        self._number += 1
-        mover = self._movers.get(device) or self._movers[self._device]
-        refuse: Callable[[Call], None] | None = getattr(mover, "refuse", None)
-        if refuse is not None:
-            with _disable_current_modes(), temporarily_clear_interpreter_stack():
-                refuse(Call("refusal", None, None, 0, (), refused=True, number=self._number))
-
-    def _leave(self, name: str, error: BaseException) -> None:
-        """After ``error`` of a call: peers may have met another one, or wait for what this rank will not send."""
-        if self.world_size == 1 or is_known_to_peers(error):
-            return
-        self._failed = f"{name} ended with {type(error).__name__}: {error}"
-        known_to_peers(error)
-        for mover in self._movers.values():
-            leave: Callable[[], None] | None = getattr(mover, "leave", None)
-            if leave is not None:
-                leave()
-
-    def _spoiled(self) -> Exception:
-        return known_to_peers(
-            ContractError(
-                f"this communicator is out of step since an earlier call on rank {self.rank} failed: {self._failed}; "
-                "make new communicators on all ranks, or restart the group"
-            )
-        )
-
-    @_in_step
+    @in_step
     def _all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("all_reduce", partial, out_dtype)
         problem = unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
@@ -422,7 +357,7 @@ class TreeCommunicator:
             out = out[: partial.numel()].clone()
         return out.view(partial.shape)
 
-    @_in_step
+    @in_step
     def _reduce_scatter(self, partial: torch.Tensor, dim: int, out_dtype: torch.dtype) -> torch.Tensor:
         call = self._call("reduce_scatter", partial, out_dtype, dim)
         problem = (
@@ -443,7 +378,7 @@ class TreeCommunicator:
         self._record("reduce_scatter", "two-shot", partial)
         return out.view(slices.shape[1:])
 
-    @_in_step
+    @in_step
     def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         call = self._call("all_gather", x, arg=dim)
         self._refuse(call, unmovable(call, x) or dim_problem(x, dim) or self._misplaced(call, x))
