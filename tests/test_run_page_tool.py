@@ -129,3 +129,25 @@ def test_bad_input_what_lies_there_is_not_written_over(made, tmp_path, run_tool)
     assert "was not written by this tool" in done.stderr
     assert files(tmp_path / "r") == {"mine"}
     assert not (tmp_path / "r.md").exists()
+
+
+def test_the_page_says_which_sitting_left_no_evidence_and_counts_the_launches_of_all(made, tmp_path, run_tool):
+    pytest.importorskip("matplotlib")
+    run, out = made(tmp_path / "run", steps=4), tmp_path / "r"
+    run.write_manifest({**run.manifest(), "sittings": [{}, {"from_step": {"native": 2, "strict": 2}}]})
+    for arm in ("native", "strict"):
+        path = run.root / arm / "evidence.json"
+        entry = json.loads(path.read_text())
+        missing = ["all of sitting 1, which ended before they were asked"]
+        first = {"train": {}, "rollout": {}, "missing": missing} if arm == "native" else entry
+        earlier = {"earlier": [{**first, "sitting": 0}]}
+        path.write_text(json.dumps({**entry, "sitting": 1, **earlier}))
+    assert run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee1").returncode == 0
+    page = out.with_name("r.md").read_text()
+    assert "\nUnproven: what 1 of the native arm's workers and engines launched" in page
+    # 40 of each of 4 ranks and 4 workers, twice
+    assert "| gemm.row | `rl_gemm.cpu.tree` | 320 | 320 |" in page
+    path = run.root / "strict" / "evidence.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "earlier": []}))
+    assert run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee1").returncode == 0
+    assert "\nUnproven: what the strict arm launched in sitting 1 (steps 0-1)" in out.with_name("r.md").read_text()

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from rl_contract import ContractError
+from rl_parity import doubts, verify
 from rl_parity.config import RunConfig
 from rl_parity.native import names
 from rl_parity.report_run import PHASES
@@ -34,10 +35,12 @@ def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[
     """(meta, rows, summary) as ``tools/bench`` writes them.
 
     Raises:
-        ContractError: an arm is missing or there twice, the runs differ in more than the arm, or most steps in tokens.
+        ContractError: an arm is missing or there twice, the runs differ in more than the arm, or most steps in tokens;
+            or the files of a run do not bear each other out.
     """
     runs = [RunDirectory(path) for path in paths]
     manifests = [run.manifest() for run in runs]
+    doubted = [line for run in runs for line in _borne_out(run)]
     defaults = RunConfig().to_dict()
     for name in _SAME:
         # an older run lacks settings, which then had their defaults
@@ -63,13 +66,35 @@ def from_runs(paths: Sequence[Path], commit: str) -> tuple[dict[str, Any], list[
     spent = {phase for step in strict + native for phase, seconds in step["seconds"].items() if seconds}
     rows = [_row(phase, strict, native) for phase in PHASES if phase in spent - _RARE]
     rows.append(_row("whole step", strict, native))
+    if not rows[-1]["strict_us"] or not rows[-1]["peer_us"]:
+        raise ContractError(f"{[str(p) for p in paths]}: steps that took no time; give runs as rl-parity wrote them")
     # of every sitting: steps of all are in the medians
     ran = ", then ".join(name for run in runs if "native" in run.arms() for name in names(run))
-    return _meta(manifests[0], commit, len(strict), len(uneven), ran), rows, _summary(rows, strict, native)
+    about = _meta(manifests[0], commit, len(strict), len(uneven), ran)
+    about["notes"] += doubted
+    return about, rows, _summary(rows, strict, native)
+
+
+def _borne_out(run: RunDirectory) -> list[str]:
+    """How the run ended, unless it finished, and what nothing bears out.
+
+    Raises:
+        ContractError: its files contradict each other, or a record is not the one that the ledger has the digest of.
+    """
+    found, manifest = verify.whole(run, model=False), run.manifest()
+    for arm in run.arms():
+        records = run.recorded(arm, manifest)
+        text = verify.ledger_text(run, arm, manifest)
+        known = {record["step"] for record in records} - set(found["unproven"].get(arm, ()))
+        # times stand in records alone, so samples need not be read
+        verify.ledger(run, arm, manifest, text, records, deep=True, absent=known)
+    status = manifest["status"]
+    ended = [] if status == "finished" else [f"status {status}: {manifest.get('reason') or 'no reason recorded'}"]
+    return [f"{run.root.name}: {line}" for line in (*ended, *doubts.lines(found))]
 
 
 def _settled(arm: str, manifest: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    first = {0} | {sitting.get("from_step", {}).get(arm, 0) for sitting in manifest.get("sittings") or []}
+    first = {0} | {(sitting.get("from_step") or {}).get(arm, 0) for sitting in manifest.get("sittings") or []}
     return {step["step"]: step for step in steps if step["step"] not in first}
 
 
@@ -91,12 +116,13 @@ def _row(phase: str, strict: Sequence[Mapping[str, Any]], native: Sequence[Mappi
 
 
 def _meta(manifest: Mapping[str, Any], commit: str, steps: int, uneven: int, trainer: str) -> dict[str, Any]:
-    gpus, versions, c = manifest.get("gpus") or [], manifest["versions"], manifest["config"]
+    gpus, versions, c = manifest.get("gpus") or [], manifest.get("versions") or {}, manifest["config"]
     names = [gpu["name"] for gpu in gpus]
     return {
         "method": "Seconds of whole steps as rl-parity's driver measured them; native trains with Megatron-core, "
         f"{trainer}",
-        "gpu": ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or manifest["hardware"]["processor"],
+        "gpu": ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
+        or (manifest.get("hardware") or {}).get("processor", "-"),
         "driver": ", ".join(sorted({gpu["driver"] for gpu in gpus})) or "-",
         "torch": versions.get("torch"),
         "triton": versions.get("triton") or "-",
@@ -125,8 +151,8 @@ def _summary(
         "seconds a native step": round(whole["peer_us"] / 1e6, 3),
     }
     for arm, steps in zip(ARMS, (strict, native)):
-        rate = median(s["tokens"] / s["seconds"]["rollout"] for s in steps)
-        out[f"sampled tokens/s in rollouts, {arm}"] = round(rate)
+        if spent := [(s["tokens"], s["seconds"]["rollout"]) for s in steps if s["seconds"].get("rollout")]:
+            out[f"sampled tokens/s in rollouts, {arm}"] = round(median(n / seconds for n, seconds in spent))
     return out
 
 

@@ -8,6 +8,7 @@ from run_page_parts.arms import Arm, layout, settings_that_differ
 from run_page_parts.picture import phases_of
 
 from rl_parity.landed import spans
+from rl_parity.sittings import entries
 
 Row = tuple[str, list[str]]
 
@@ -138,11 +139,11 @@ def times(arms: Sequence[Arm]) -> list[Row]:
 
 
 def kernels(arm: Arm) -> list[Row]:
-    """Launches by boundary and kernel, summed over workers, plans and phases."""
-    evidence = arm.run.evidence(arm.kind)
+    """Launches by boundary and kernel, summed over sittings, workers, plans and phases."""
     found: dict[tuple[str, str], dict[str, int]] = {}
-    for side in ("train", "rollout"):
-        for launches in evidence.get(side, {}).values():
+    told = [(side, entry) for entry in entries(arm.run.evidence(arm.kind)) for side in ("train", "rollout")]
+    for side, entry in told:
+        for launches in (entry.get(side) or {}).values():
             for launch in launches:
                 counts = found.setdefault((launch["boundary"], launch["kernel"]), {})
                 counts[side] = counts.get(side, 0) + launch["count"]

@@ -24,6 +24,19 @@ def resumed(workers, tmp_path_factory):
     return out
 
 
+def test_launches_on_the_page_are_those_of_all_sittings(resumed, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(resumed, out)
+    row = {"boundary": "norm", "kernel": "rl_norm.only_once", "count": 1000}
+    for place in (lambda e: e, lambda e: e["earlier"][0]):
+        evidence(lambda e, place=place: place(e)["train"]["trainer-0"].append(row))(out)
+    fitted(out)
+    assert cli.main(["report", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    assert '<td><code>rl_norm.only_once</code></td><td>-</td><td>-</td><td>-</td><td class="n">2,000</td>' in page
+    assert "1 trainer ranks" in page
+
+
 # what is done to the entry of one sitting, and what is said of it
 ENTRIES = {
     "other kernels": (kernels("torch.matmul"), "launched torch.matmul for attention, which is no kernel of"),

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-from parity_rundir import write_run
+from parity_rundir import keep_digests, write_run
 
 from rl_contract import ContractError
 from rl_parity import runner
-from rl_parity.rundir import RunDirectory
+from rl_parity.rundir import RunDirectory, write_json
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "benches" / "step.py"
 if not TOOL.is_file():
@@ -58,8 +58,10 @@ def test_the_page_says_which_native_trainers_ran_in_every_sitting(tmp_path):
     def method():
         return step_bench.from_runs([run.root], "")[0]["method"].partition("Megatron-core, ")[2]
 
+    workers = {side: run.evidence("native")[side] for side in ("train", "rollout")}
+
     def write(*entries):
-        *earlier, last = ({"train": {}, "rollout": {}, "missing": [], **entry} for entry in entries)
+        *earlier, last = ({**workers, "missing": [], **entry} for entry in entries)
         (run.root / "native" / "evidence.json").write_text(json.dumps({**last, "earlier": earlier}))
 
     def te(version, **more):
@@ -137,3 +139,41 @@ def test_a_setting_that_an_older_run_lacks_has_its_default(tmp_path):
     two[0].write_manifest(manifest)
     with pytest.raises(ContractError, match=r"differ in eager: \[True, False\]"):
         step_bench.from_runs([run.root for run in two], "")
+
+
+def test_a_run_that_does_not_bear_itself_out_is_refused_and_what_is_doubtful_is_noted(tmp_path):
+    run = write_run(tmp_path / "both", steps=4)
+    assert [note.partition(":")[0] for note in step_bench.from_runs([run.root], "")[0]["notes"][1:]] == ["both"] * 2
+    for arm in ("strict", "native"):
+        keep_digests(run, arm)
+    (note,) = step_bench.from_runs([run.root], "")[0]["notes"][1:]
+    assert note.startswith("both: Unproven: evidence, pushes")
+    run.write_manifest({**run.manifest(), "status": "failed", "reason": "no memory"})
+    write_json(run.root / "summary.json", {**run.summary(), "status": "failed"})
+    assert "both: status failed: no memory" in step_bench.from_runs([run.root], "")[0]["notes"]
+    change(run, "strict", lambda record: record["seconds"].update(rollout=0.31))
+    with pytest.raises(ContractError, match="has another record of step 0"):
+        step_bench.from_runs([run.root], "")
+
+
+@pytest.mark.parametrize("edit", [lambda r: r.pop("seconds"), lambda r: r.update(seconds=None)])
+def test_a_record_without_times_is_refused(tmp_path, edit):
+    run = write_run(tmp_path / "both", steps=4)
+    change(run, "strict", edit)
+    with pytest.raises(ContractError, match="seconds"):
+        step_bench.from_runs([run.root], "")
+
+
+def test_a_rollout_of_no_time_has_no_rate(tmp_path):
+    run = write_run(tmp_path / "both", steps=4)
+    change(run, "strict", lambda record: record["seconds"].update(rollout=0.0))
+    manifest = run.manifest()
+    del manifest["versions"], manifest["hardware"]
+    run.write_manifest({**manifest, "sittings": [{"from_step": None}]})
+    meta, _, summary = step_bench.from_runs([run.root], "")
+    assert (meta["torch"], meta["gpu"]) == (None, "-")
+    assert "sampled tokens/s in rollouts, native" in summary
+    assert "sampled tokens/s in rollouts, strict" not in summary
+    change(run, "strict", lambda record: record.update(seconds={"train": 0.0}))
+    with pytest.raises(ContractError, match="steps that took no time"):
+        step_bench.from_runs([run.root], "")

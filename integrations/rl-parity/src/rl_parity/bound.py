@@ -163,7 +163,7 @@ def _of_sittings(
     ended = manifest["status"] in ("finished", "mismatch")
     did = sittings.spans(manifest, arm, len(records))
     entries = sittings.entries(evidence)
-    numbers = [sittings.number(entry, len(did)) for entry in entries]
+    numbers = sittings.numbers(manifest, evidence)
     gaps = []
     # the last entry first, whose words are those of a run of one sitting
     for entry, number in reversed(list(zip(entries, numbers))):

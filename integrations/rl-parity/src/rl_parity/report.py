@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError, Profile
-from rl_parity import contracts, doubts, landed, report_run, verify
+from rl_parity import contracts, doubts, landed, report_run, sittings, verify
 from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, is_equal
 from rl_parity.svg import Series, bars, lines, number
 
@@ -244,10 +244,11 @@ def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
     out = []
     for arm, data in reversed(list(evidence.items())):
         table: dict[tuple[str, str, str, str, str], dict[str, int]] = {}
-        workers: dict[str, int] = {}
-        for side in ("train", "rollout"):
-            for rows in data.get(side, {}).values():
-                workers[side] = workers.get(side, 0) + 1
+        workers: dict[str, set[str]] = {"train": set(), "rollout": set()}
+        told = [(side, entry.get(side) or {}) for entry in sittings.entries(data) for side in workers]
+        for side, named in told:
+            for name, rows in named.items():
+                workers[side].add(name)
                 for row in rows:
                     key = (
                         row["boundary"],
@@ -270,8 +271,8 @@ def _evidence(evidence: Mapping[str, Mapping[str, Any]]) -> str:
             f'<h2>Evidence, {arm} arm</h2><div class="scroll"><table class="evidence"><tr><th>boundary</th>'
             "<th>kernel</th>"
             "<th>plan</th><th>layout</th><th>phase</th>"
-            f'<th class="n">{workers.get("train", 0)} trainer ranks</th>'
-            f'<th class="n">{workers.get("rollout", 0)} engine workers</th></tr>{body}</table></div>'
+            f'<th class="n">{len(workers["train"])} trainer ranks</th>'
+            f'<th class="n">{len(workers["rollout"])} engine workers</th></tr>{body}</table></div>'
         )
     if out:
         out.append(

@@ -17,10 +17,11 @@ def spans(manifest: Mapping[str, Any], arm: str, total: int) -> list[range]:
     return [range(start, max(start, min([total, *starts[i + 1 :]]))) for i, start in enumerate(starts)]
 
 
-def number(entry: Entry, sittings: int) -> int | None:
-    """Which sitting the entry is of; None where an older version, which did not say, wrote it in one of several."""
-    given: int | None = entry.get("sitting")
-    return 0 if given is None and sittings == 1 else given
+def numbers(manifest: Mapping[str, Any], evidence: Entry) -> list[int | None]:
+    """Which sitting each entry is of; None where an older version, which did not say, wrote it and it may be any."""
+    held = entries(evidence)
+    alone = 0 if len(held) == 1 and len(manifest.get("sittings") or [{}]) == 1 else None
+    return [alone if entry.get("sitting") is None else entry["sitting"] for entry in held]
 
 
 def unheard(manifest: Mapping[str, Any], arm: str, total: int, evidence: Entry) -> list[int]:
@@ -30,10 +31,10 @@ def unheard(manifest: Mapping[str, Any], arm: str, total: int, evidence: Entry) 
     are of, all that may be meant are listed unless there are as many entries.
     """
     did = spans(manifest, arm, total)
-    numbers = [number(entry, len(did)) for entry in entries(evidence)]
+    known = numbers(manifest, evidence)
     last = len(did) - 1 if manifest["status"] == "running" else len(did)
-    missing = [i for i, steps in enumerate(did[:last]) if steps and i not in numbers]
-    return missing if len(missing) > numbers.count(None) else []
+    missing = [i for i, steps in enumerate(did[:last]) if steps and i not in known]
+    return missing if len(missing) > known.count(None) else []
 
 
 def silences(evidence: Entry) -> list[str]:
