@@ -35,6 +35,7 @@ ONCE = [
     rank_refusals.check_groups,
     rank_refusals.check_choice,
     rank_refusals.check_board,
+    rank_refusals.check_devices,
 ]
 PAIR = [
     rank_values.check_compiled,

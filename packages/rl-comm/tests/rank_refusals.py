@@ -15,6 +15,7 @@ from rank_values import make, same_bits
 from torch._subclasses import FakeTensorMode
 
 from rl_comm import TreeCommunicator, board, gather_from_ranks, reduce_from_ranks, shared_memory
+from rl_comm.device import AgreedMover, NcclMover
 from rl_comm.mover import HEADER_BYTES, Call, GlooMover
 from rl_contract import ContractError, MissingSupport
 from rl_contract.communicator import refuse
@@ -248,6 +249,35 @@ def check_board(rank, world):
             each.agree(replace(one, beside=(one,) * 500 + (replace(one, shape=(rank,)),)))
     assert board._kept.cache_info().currsize == kept
     assert all(type(words) is bytes and len(words) == HEADER_BYTES for words in seen._seen)
+
+
+def check_devices(rank, world):
+    """One rank's tensor on the host, its peers' on GPUs, or one's argument on neither: all are told, in any order."""
+    gloo = GlooMover(dist.group.WORLD, rank, world)
+    odd, x = rank == world - 1, torch.full((3, world), float(rank))
+    held = board.make(gloo, 30.0)
+    group = NcclMover(dist.group.WORLD, rank, world, held)
+    host = AgreedMover(shared_memory.connect(gloo, 30.0), held)
+    assert host.name == "shared_memory"
+    for op in ("all_reduce", "barrier", "broadcast"):
+        call = Call(op, x.dtype, x.dtype, 0, tuple(x.shape), "cpu" if odd else "cuda")
+        with pytest.raises(ContractError, match=r"ranks make different calls: rank 0 .*on cuda"):
+            (host if odd else group).gather(call, x.view(torch.uint8).reshape(-1))
+    for movers in ({"cpu": host}, {"cpu": host, "cuda": group}):
+        comm = TreeCommunicator.over(movers, rank, world)
+        comm._device = "cuda" if odd and "cuda" in movers else "cpu"
+        with pytest.raises(ContractError, match=f"refused on rank {world - 1}, "):
+            comm.all_reduce(None if odd else x)
+        assert same_bits(comm.all_reduce(x), torch.full((3, world), float(sum(range(world)))))
+        mine = comm.reduce_scatter(x, dim=1)
+        assert same_bits(mine, torch.full((3, 1), float(sum(range(world)))))
+        whole = torch.zeros(world, 2)
+        whole[rank] = rank
+        comm.all_gather_into([whole])
+        assert same_bits(whole, torch.arange(float(world))[:, None].repeat(1, 2))
+        assert same_bits(comm.all_gather_each([x, x[:1]])[1], torch.arange(float(world))[:, None].repeat(1, world))
+        assert same_bits(comm.broadcast(x, source=1), torch.full((3, world), 1.0))
+        comm.barrier()
 
 
 def check_ended_peer(rank, world):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_comm import board, peer_memory
 from rl_comm.agreement import check_alike
-from rl_comm.device import NcclMover, StagedMover
+from rl_comm.device import AgreedMover, NcclMover, StagedMover
 from rl_comm.mover import Call, GlooMover, Mover, named
 from rl_comm.refusals import (
     differentiated,
@@ -130,6 +130,8 @@ class TreeCommunicator(InStep):
                 )
             agreement = board.make(gloo, timeout_s)
             on_gpu = NcclMover(group, rank, world_size, agreement, None if isinstance(peers, str) else peers)
+            if isinstance(agreement, board.Board):
+                on_cpu = AgreedMover(on_cpu, agreement)
         self._assemble(rank, world_size, {"cpu": on_cpu, "cuda": on_gpu}, two_shot_bytes)
 
     @classmethod

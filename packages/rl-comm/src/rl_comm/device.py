@@ -123,6 +123,37 @@ class NcclMover:
         return out
 
 
+class AgreedMover:
+    """The host's mover beside NCCL's: its calls, too, are said on the board on which those of GPUs are.
+
+    Ranks that give tensors on different devices would else wait for one another in different places.
+    """
+
+    def __init__(self, host: Mover, board: Board) -> None:
+        self._host, self._board = host, board
+        self.name = host.name
+
+    def _agree(self, call: Call) -> Call:
+        if not call.agreed:
+            self._board.agree(call)
+        return call
+
+    def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        return self._host.gather(self._agree(call), payload)
+
+    def gather_each(self, call: Call, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._host.gather_each(self._agree(call), payloads)
+
+    def gather_into(self, call: Call, wholes: list[torch.Tensor]) -> None:
+        self._host.gather_into(self._agree(call), wholes)
+
+    def scatter(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
+        return self._host.scatter(self._agree(call), payload)
+
+    def broadcast(self, call: Call, payload: torch.Tensor, source: int) -> torch.Tensor:
+        return self._host.broadcast(self._agree(call), payload, source)
+
+
 class StagedMover:
     """A GPU's bytes through the host's mover, for ranks that share a GPU. Waits for the device."""
 
