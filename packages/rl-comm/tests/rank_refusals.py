@@ -278,6 +278,20 @@ def check_devices(rank, world):
         assert same_bits(comm.all_gather_each([x, x[:1]])[1], torch.arange(float(world))[:, None].repeat(1, world))
         assert same_bits(comm.broadcast(x, source=1), torch.full((3, world), 1.0))
         comm.barrier()
+        # an operator's refusal is met on the board, wherever the next call lies
+        if odd:
+            comm.refuse(ContractError("odd"), device="cpu")
+        else:
+            with pytest.raises(ContractError, match=f"rank {world - 1} has refused an operator"):
+                comm.barrier()
+        assert same_bits(comm.all_reduce(x), torch.full((3, world), float(sum(range(world)))))
+    # what one rank alone meets ends its peers' wait, on the board and for bytes
+    if odd:
+        comm._movers["cpu"]._host.gather = lambda call, payload: {}[0]
+    with pytest.raises(KeyError if odd else RuntimeError, match="0" if odd else "makes no calls any more"):
+        comm.all_reduce(x)
+    with pytest.raises(ContractError, match="out of step since an earlier call"):
+        comm.barrier()
 
 
 def check_ended_peer(rank, world):

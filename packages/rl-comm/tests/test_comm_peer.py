@@ -1,6 +1,5 @@
 """Sums and gathers through peer memory without a GPU: interpreted kernels of several processes share a file's pages."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -11,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_comm import peer_memory
+from rl_comm import TreeCommunicator, device, peer_memory
 from rl_comm.device import NcclMover
 from rl_comm.mover import Call
 from rl_contract import ContractError
-from rl_contract.testing import ThreadRank, on_ranks
+from rl_contract.testing import on_ranks
 
 INTERPRETED = """
 import ctypes, mmap, os, random, sys, time
@@ -249,163 +248,10 @@ def test_a_communicators_calls_say_how_they_went_and_no_rank_chooses_alone(tmp_p
     assert all(x.returncode == 0 for x in done), [x.stderr[-1500:] for x in done]
 
 
-class Gloo:
-    """As much of a GlooMover as ``connect`` uses, among threads."""
-
-    def __init__(self, rank):
-        self._rank, self.rank, self.world_size = rank, rank.rank, rank.world_size
-
-    def gather(self, call, payload):
-        return torch.stack(self._rank.everyone(payload))
-
-
-class Memory:
-    """The driver of a rank, whose memory is numbers; ``fails`` names the function that ends with ``error``."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank, fails=None, bus=None, error=OSError):
-        self.rank, self.fails, self.bus = rank, fails, f"0000:{rank:02}:00.0" if bus is None else bus
-        self.open_now, self.allocated, self._error = set(), set(), error
-        if fails == "device":
-            self.device = torch.device("cuda:99")
-
-    def _may(self, name):
-        if self.fails == name:
-            raise self._error(f"{name}\nis not to be had {'at all' * 90}")
-
-    def made(self):
-        self._may("driver")
-        return self
-
-    def current(self):
-        self._may("current")
-        return self.rank, self.bus
-
-    def reaches(self, device, peer):
-        assert device == self.rank
-        assert peer != self.bus
-        self._may("reaches")
-        return self.fails != "far"
-
-    def allocate(self, size):
-        self._may("allocate")
-        self.allocated.add(size)
-        return 4096 * (self.rank + 1)
-
-    def handle(self, address):
-        self._may("handle")
-        return bytes([address // 4096]) * 64
-
-    def open(self, handle):
-        self._may("open")
-        self.open_now.add(handle[0])
-        return 1_000_000 + handle[0]
-
-    def close(self, address):
-        self._may("close")
-        self.open_now.remove(address - 1_000_000)
-
-    def free(self, address):
-        self._may("free")
-        self.allocated.clear()
-
-
-def connected(world, odd=None, **changes):
-    """What each rank gets, and its driver; rank ``odd``'s differs."""
-
-    def rank(mine: ThreadRank):
-        memory = Memory(mine.rank, **(changes if mine.rank == odd else {}))
-        return peer_memory.connect(Gloo(mine), memory.made), memory
-
-    return on_ranks(world, rank, timeout_s=20)
-
-
-def test_every_rank_maps_every_other_one():
-    for rank, (peers, memory) in enumerate(connected(4)):
-        mapped = [4096 * (rank + 1) if other == rank else 1_000_001 + other for other in range(4)]
-        assert peers._addresses.tolist() == mapped
-        slot, words = peer_memory.words_of(4)
-        assert memory.allocated == {4 * words}
-        assert words == 8 * slot + 5 * peer_memory.PROGRAMS
-
-
-@pytest.mark.parametrize("error", [OSError, RuntimeError, AttributeError, UnicodeDecodeError])
-@pytest.mark.parametrize("fails", ["driver", "current", "reaches", "far", "allocate", "handle", "open", "device"])
-def test_one_rank_that_cannot_leaves_all_without_and_nothing_behind(fails, error):
-    def raised(text):
-        return error("utf8", text.encode(), 0, 1, "odd") if error is UnicodeDecodeError else error(text)
-
-    got = connected(4, odd=2, fails=fails, error=raised)
-    assert len({said for said, _ in got}) == 1
-    said = got[0][0]
-    assert said.startswith("rank 2 has ")
-    assert "\n" not in said
-    assert (fails == "device") or (error.__name__ in said) or (fails == "far" and "reach the memory of rank 0" in said)
-    for _, memory in got:
-        assert not memory.open_now
-        assert not memory.allocated
-
-
-@pytest.mark.parametrize("fails", ["close", "free"])
-def test_what_cannot_be_given_back_keeps_nobody_waiting(fails, monkeypatch):
-    def full(addresses, rank, device):
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(peer_memory, "PeerMemory", full)
-    got = connected(4, odd=2, fails=fails)
-    assert {said for said, _ in got} == {"rank 0 has OutOfMemoryError: full"}
-    # a peer may have it open still
-    assert [bool(memory.allocated) for _, memory in got] == (
-        [True] * 4 if fails == "close" else [False, False, True, False]
-    )
-
-
-def test_ranks_without_a_gpu_of_their_own_or_of_several_hosts_are_without(monkeypatch):
-    assert {said for said, _ in connected(4, odd=1, bus="0000:03:00.0")} == {"ranks 1, 3 share a GPU"}
-    hosts = itertools.count()
-    monkeypatch.setattr(peer_memory, "_host", lambda: f"host{next(hosts)}")
-    assert {said for said, _ in connected(2)} == {"the ranks are on several hosts"}
-
-
-def test_a_process_without_a_gpu_says_so():
-    if not torch.cuda.is_available():
-        got = on_ranks(2, lambda mine: peer_memory.connect(Gloo(mine)))
-        assert got == ["rank 0 has OSError: no NVIDIA GPU"] * 2
-
-
-def test_worlds_without_slots_have_none():
-    assert [peers for peers, _ in connected(1)] == ["a world of 1"]
-
-
 def test_what_fits_is_whole_words_up_to_a_slot():
     peers = peer_memory.PeerMemory([0] * 8, 0, torch.device("cpu"))
     for size, found in ((0, False), (4, True), (6, False), (2 << 20, True), ((2 << 20) + 4, False)):
         assert peers.fits(size) == found
-
-
-def test_memory_is_zero_before_peers_know_of_it_and_is_given_back_where_it_cannot_be():
-    done, fails = [], None
-
-    def function(name):
-        def call(*arguments):
-            done.append(name)
-            if name == "cuMemAlloc_v2":
-                arguments[0]._obj.value = 4096
-            return 700 if name == fails else 0
-
-        return call
-
-    driver = peer_memory.Driver.__new__(peer_memory.Driver)
-    names = ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuCtxSynchronize"]
-    driver._library = SimpleNamespace(**{name: function(name) for name in [*names, "cuMemFree_v2"]})
-    assert driver.allocate(64) == 4096
-    assert done == names
-    for fails in names[1:]:
-        done.clear()
-        with pytest.raises(OSError, match=f"{fails} ended with CUDA error 700"):
-            driver.allocate(64)
-        assert done[-1] == "cuMemFree_v2"
 
 
 class Prepared:
@@ -460,18 +306,40 @@ def test_whatever_may_fail_on_one_rank_comes_before_its_peers_wait(monkeypatch):
         assert done == ["compiled"]
 
 
+def test_a_second_step_through_peer_memory_waits_for_no_rank_that_failed_after_the_first(monkeypatch):
+    def scattered(out, payload, group):
+        out.copy_(torch.stack([rows[group.rank] for rows in group.everyone(payload)]))
+
+    monkeypatch.setattr(device.dist, "all_to_all_single", scattered)
+
+    def said(rank):
+        calls = []
+
+        def gather(payload, agree):
+            agree()
+            return torch.stack(rank.everyone(payload))
+
+        peers = SimpleNamespace(name="peer_memory", device=torch.device("cpu"), fits=lambda n: True, gather=gather)
+        mover = NcclMover(rank, rank.rank, 2, SimpleNamespace(agree=calls.append), peers)
+        comm = TreeCommunicator.over({"cpu": mover}, rank.rank, 2, 0)
+        assert comm.all_reduce(torch.full((5,), 1.0 + rank.rank)).tolist() == [3.0] * 5
+        return [(call.op, call.shape) for call in calls]
+
+    assert on_ranks(2, said) == [[("all_reduce", (5,)), ("all_gather", (3,))]] * 2
+
+
 def test_launches_go_to_the_gpu_whose_peers_are_mapped(monkeypatch):
     peers, done = noted(monkeypatch, device="cuda:1")
     current = [0]
 
     @contextmanager
-    def device(of):
+    def changed(of):
         before, current[0] = current[0], of.index
         yield
         current[0] = before
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device", changed)
     monkeypatch.setattr(peers, "_order", lambda: done.append(current[0]))
     peers.gather(torch.zeros(16, dtype=torch.uint8), lambda: None)
     assert done == ["compiled", 1, "launched"]

@@ -1,7 +1,5 @@
 """``TreeCommunicator``: rl_contract's Communicator over a torch.distributed process group."""
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_comm import board, peer_memory
+from rl_comm import board, ops, peer_memory
 from rl_comm.agreement import check_alike
 from rl_comm.device import AgreedMover, NcclMover, StagedMover
 from rl_comm.mover import Call, GlooMover, Mover, named
@@ -34,13 +32,9 @@ from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.communicator import dim_problem, is_known_to_peers, known_to_peers, sum_problem
 from rl_contract.devices import row_major_bytes
-from rl_contract.opaque import opaque_op
 
 # size of the fp32 partial from which on two steps are taken, by device
 TWO_SHOT_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
-
-_live: "weakref.WeakValueDictionary[int, TreeCommunicator]" = weakref.WeakValueDictionary()
-_handles = itertools.count()
 
 
 class TreeCommunicator(InStep):
@@ -146,8 +140,7 @@ class TreeCommunicator(InStep):
     def _assemble(self, rank: int, world_size: int, movers: dict[str, Mover], two_shot_bytes: int | None) -> None:
         self._begin(rank, world_size, movers)
         self.two_shot_bytes = two_shot_bytes
-        self._handle = next(_handles)
-        _live[self._handle] = self
+        self._handle = ops.register(self)
 
     @property
     def transport(self) -> str:
@@ -350,9 +343,10 @@ class TreeCommunicator(InStep):
         if flat.numel() % self.world_size:
             flat = torch.nn.functional.pad(flat, (0, width * self.world_size - flat.numel()))
         mine = self._sum_slices(call, flat.view(self.world_size, width), out_dtype)
-        out = self._gather(replace(self._call("all_gather", mine), agreed=True), mine).reshape(-1)
-        # slices of the result may be small enough for peer memory, which NCCL has brought together
+        # slices of the result may be small enough for peer memory, whose kernels wait without end: not for a rank that
+        # has failed since the first step
         peers = self._peers_for(mine)
+        out = self._gather(replace(self._call("all_gather", mine), agreed=peers is None), mine).reshape(-1)
         self._record("all_reduce", "two-shot", partial, "" if peers is None else f"nccl+{peers.name}")
         if partial.numel() < out.numel():
             # an output is its own tensor, never a view of a longer one
@@ -424,48 +418,3 @@ def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
             "transport='shared_memory' needs Linux, all ranks on one host and room in /dev/shm; use 'auto'"
         )
     return shared or gloo
-
-
-def _communicator(handle: int) -> TreeCommunicator:
-    # a compiler that has seen two communicators hands in a symbol
-    comm = _live.get(int(handle))
-    if comm is None:
-        raise ContractError(f"communicator {handle} no longer exists; keep the TreeCommunicator alive while it is used")
-    return comm
-
-
-@opaque_op("rl_comm::all_reduce", device_type=None)
-def _all_reduce_op(partial: torch.Tensor, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
-    return _communicator(handle)._all_reduce(partial, out_dtype)
-
-
-@_all_reduce_op.register_fake
-def _(partial: torch.Tensor, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
-    return torch.empty_like(partial, dtype=out_dtype, memory_format=torch.contiguous_format)
-
-
-@opaque_op("rl_comm::reduce_scatter", device_type=None)
-def _reduce_scatter_op(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
-    return _communicator(handle)._reduce_scatter(partial, dim, out_dtype)
-
-
-@_reduce_scatter_op.register_fake
-def _(partial: torch.Tensor, dim: int, out_dtype: torch.dtype, handle: int) -> torch.Tensor:
-    shape = list(partial.shape)
-    # the op itself refuses such a dim, in step with its peers; a compiler must not do so before
-    if -len(shape) <= dim < len(shape):
-        shape[dim] //= _communicator(handle).world_size
-    return partial.new_empty(shape, dtype=out_dtype)
-
-
-@opaque_op("rl_comm::all_gather", device_type=None)
-def _all_gather_op(x: torch.Tensor, dim: int, handle: int) -> torch.Tensor:
-    return _communicator(handle)._all_gather(x, dim)
-
-
-@_all_gather_op.register_fake
-def _(x: torch.Tensor, dim: int, handle: int) -> torch.Tensor:
-    shape = list(x.shape)
-    if -len(shape) <= dim < len(shape):
-        shape[dim] *= _communicator(handle).world_size
-    return x.new_empty(shape)

@@ -133,6 +133,17 @@ class AgreedMover:
         self._host, self._board = host, board
         self.name = host.name
 
+    def refuse(self, call: Call) -> None:
+        """Said where all calls are looked at first."""
+        self._board.refuse(call)
+
+    def leave(self) -> None:
+        """Tell peers, those that wait on the board and those that wait for bytes."""
+        self._board.leave()
+        leave: Callable[[], None] | None = getattr(self._host, "leave", None)
+        if leave is not None:
+            leave()
+
     def _agree(self, call: Call) -> Call:
         if not call.agreed:
             self._board.agree(call)
