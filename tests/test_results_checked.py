@@ -39,9 +39,21 @@ def test_bad_input_a_ratio_that_is_not_that_of_its_times(tmp_path, run_tool):
     assert "rows is empty" in refused(run_tool, tmp_path, "x.json", BENCH | {"rows": []})
 
 
+def test_bad_input_what_a_file_lacks_is_named(tmp_path, run_tool):
+    pytest.importorskip("matplotlib")
+    without = {key: value for key, value in BENCH.items() if key != "summary"}
+    assert "it holds no summary (dict)" in refused(run_tool, tmp_path, "x.json", without)
+    assert "it holds no rows (list)" in refused(run_tool, tmp_path, "x.json", BENCH | {"rows": {}})
+    deep = tmp_path / "x.json"
+    deep.write_text("[" * 100_000 + "]" * 100_000)
+    done = run_tool("results", deep)
+    assert (done.returncode, "is no file of JSON: " in done.stderr) == (1, True)
+
+
 ROWS = {
     "a text for a row": (lambda row: "x", r"row 1: it is a str, supported is an object"),
     "a time of text": (lambda row: row | {"strict_us": "5"}, r"row 1 (qkv M=64): strict_us is '5', supported is a"),
+    "a time of many digits": (lambda row: row | {"strict_us": 10**400}, "strict_us is a number of 1329 bits"),
     "no ratio": (lambda row: {k: v for k, v in row.items() if k != "ratio"}, "row 1 (qkv M=64): ratio is None"),
     "no time": (lambda row: {k: v for k, v in row.items() if k != "peer_us"}, "row 1 (qkv M=64): peer_us is None"),
     "a shape of nothing": (lambda row: row | {"shape": []}, "row 1 (qkv M=64): shape is []"),

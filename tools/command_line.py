@@ -83,7 +83,7 @@ def read_json(path, **kinds):
     try:
         with open(path) as file:
             found = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         sys.exit(f"{path} is no file of JSON: {error}")
     if not isinstance(found, dict):
         sys.exit(f"{path} holds a {type(found).__name__}, not the object that these tools write")

@@ -119,8 +119,12 @@ def test_another_layout_is_listed_and_no_difference(tmp_path, name, layout, caps
     assert f"note: config.{name}: 2 against {next(iter(layout.values()))}" in capsys.readouterr().out
 
 
+# settings that every run has, and one that says what there was before it
+OTHERWISE = {"steps", "arm", "train", "rollout", "native_operators"}
+
+
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("name", sorted(set(RunConfig().to_dict()) - {"steps", "arm", "train", "rollout"}))
+@pytest.mark.parametrize("name", sorted(set(RunConfig().to_dict()) - OTHERWISE))
 def test_a_setting_that_an_older_run_lacks_has_its_default(runs, name, side, capsys):
     held = [run.manifest() for run in runs]
     held[1 - side]["config"][name] = RunConfig().to_dict()[name]
@@ -135,12 +139,43 @@ def test_a_setting_that_an_older_run_lacks_has_its_default(runs, name, side, cap
 
 
 def test_a_setting_that_one_run_lacks_differs_from_any_value_but_its_default(runs, capsys):
-    edit_manifest(runs[0], "config", "native_operators", value="local")
+    edit_manifest(runs[0], "config", "lr", value=0.5)
     manifest = runs[1].manifest()
-    del manifest["config"]["native_operators"]
+    del manifest["config"]["lr"]
     runs[1].write_manifest(manifest)
     assert status(runs) == 1
-    assert "setting config.native_operators" in capsys.readouterr().out
+    assert "setting config.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "other", "device", "installed", "same"),
+    [
+        # there was nothing else before there was the option
+        (..., "local", "cpu", None, True),
+        (..., "local", "cuda", "2.14.1", True),
+        (..., "te", "cuda", "2.14.1", False),
+        # what auto was decides
+        (..., "auto", "cpu", None, True),
+        (..., "auto", "cuda", None, True),
+        (..., "auto", "cuda", "2.14.1", False),
+        ("local", "auto", "cpu", None, True),
+        ("local", "auto", "cuda", "2.14.1", False),
+        ("auto", "auto", "cuda", "2.14.1", True),
+        ("local", "te", "cuda", "2.14.1", False),
+    ],
+)
+def test_native_runs_differ_by_the_operators_that_their_trainers_ran(
+    runs, capsys, asked, other, device, installed, same
+):
+    for run, operators in zip(runs, (asked, other)):
+        manifest = run.manifest()
+        manifest["config"] |= {"device": device, "native_operators": operators}
+        manifest["config"] = {k: v for k, v in manifest["config"].items() if v is not ...}
+        manifest["versions"]["transformer-engine"] = installed
+        run.write_manifest(manifest)
+    assert status(runs) == (0 if same else 1)
+    assert ("setting config.native_operators" in capsys.readouterr().out) != same
+    assert status(runs[::-1]) == (0 if same else 1)
 
 
 def test_strict_runs_do_not_differ_by_native_operators(tmp_path):

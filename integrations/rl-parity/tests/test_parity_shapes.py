@@ -25,6 +25,13 @@ SHAPES = {
         evidence(lambda e: e["reports"]["trainer-0"].update(native={"name": 3}), "native"),
         "native/evidence.json: 'reports.trainer-0.native.name' is 3",
     ),
+    "native operators": (
+        evidence(lambda e: e["reports"]["trainer-0"].update(native={"operators": ["te"]}), "native"),
+        "native/evidence.json: 'reports.trainer-0.native.operators' is ['te'], supported is te or local",
+    ),
+    "versions": (manifest(versions=["vllm"]), "manifest.json: 'versions' is ['vllm'], supported is a mapping"),
+    "hardware": (manifest(hardware="a CPU"), "manifest.json: 'hardware' is 'a CPU', supported is a mapping"),
+    "versions of a sitting": (manifest(sittings=[{"versions": 3}]), "manifest.json: 'sittings[0].versions' is 3"),
     "substitutions": (
         evidence(lambda e: e["reports"]["trainer-0"].update(substitutions=3), "native"),
         "native/evidence.json: 'reports.trainer-0.substitutions' is 3",

@@ -1,7 +1,7 @@
 """Two run directories, bit against bit: settings, every stored array, and every figure of every step."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -74,7 +74,8 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
         out.notes.append(f"both are {a.root}: a run equals itself, which proves nothing")
     elif manifests[0]["run_id"] == manifests[1]["run_id"]:
         out.notes.append(f"both have the id {manifests[0]['run_id']}: one may be a copy of the other")
-    _settings(out, *manifests, (str(a.root), str(b.root)), native_arm="native" in arms[0] and "native" in arms[1])
+    began = [native.began(run) for run in (a, b)] if "native" in arms[0] and "native" in arms[1] else []
+    _settings(out, *manifests, (str(a.root), str(b.root)), began)
     if "native" in arms[0] and "native" in arms[1] and (ran := [native.names(run) for run in (a, b)])[0] != ran[1]:
         out.notes.append(f"native trainers: {' against '.join(', then '.join(one) for one in ran)}")
     algorithms = [weight_algorithm(run.root / MANIFEST, m) for run, m in zip((a, b), manifests)]
@@ -95,10 +96,18 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
     return out
 
 
-def _settings(out: Comparison, a: dict[str, Any], b: dict[str, Any], roots: tuple[str, str], native_arm: bool) -> None:
-    """A setting of the configuration that one side lacks, as older versions wrote none, has its default there."""
-    free = _FREE if native_arm else (*_FREE, "native_operators")
-    defaults = dict(_leaves(RunConfig().to_dict(), "config"))
+def _settings(
+    out: Comparison, a: dict[str, Any], b: dict[str, Any], roots: tuple[str, str], began: Sequence[native.Began]
+) -> None:
+    """A setting of the configuration that one side lacks, as older versions wrote none, has its default there.
+
+    Args:
+        began: what each side's native trainer began with; empty where not both have that arm.
+    """
+    free = _FREE if began else (*_FREE, "native_operators")
+    # before there was that option, there was nothing else
+    defaults = {**dict(_leaves(RunConfig().to_dict(), "config")), "config.native_operators": "local"}
+    alike = bool(began) and all(one.certain for one in began) and began[0].operators == began[1].operators
     for section in (*_SETTINGS, *_INFORMATION):
         x, y = dict(_leaves(a.get(section, _ABSENT), section)), dict(_leaves(b.get(section, _ABSENT), section))
         for name in dict.fromkeys((*x, *y)):
@@ -110,6 +119,9 @@ def _settings(out: Comparison, a: dict[str, Any], b: dict[str, Any], roots: tupl
                 if same:
                     out.notes.append(f"{name}: not said by {roots[name in x]}, compared as its default {said!r}")
             text = f"{left!r} against {right!r}"
+            if not same and name == "config.native_operators" and alike:
+                same = True
+                out.notes.append(f"{name}: {text}, and both ran {began[0].operators}")
             if section in _INFORMATION or (section == "config" and name.split(".")[1:2] and name.split(".")[1] in free):
                 if not same:
                     out.notes.append(f"{name}: {text}")

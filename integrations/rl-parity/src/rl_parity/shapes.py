@@ -25,8 +25,12 @@ def check_sync(path: Path, rows: Sequence[Any]) -> None:
 
 
 def check_sittings(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise ContractError where ``sittings`` is no list of them, or one begins at what is no step."""
+    """Raise ContractError where ``sittings`` is no list of them, or one begins at what is no step, or where what the
+    run was made with is no mapping.
+    """
     _refuse(path, _optional("sittings", manifest, _list(_sitting)))
+    for section in ("versions", "hardware"):
+        _refuse(path, _optional(section, manifest, _mapping))
 
 
 def _refuse(path: Path, problems: Iterator[str]) -> None:
@@ -93,13 +97,18 @@ def _fields(**shapes: _Shape) -> _Shape:
     return shape
 
 
+def _operators(where: str, value: Any) -> Iterator[str]:
+    if value not in ("te", "local"):
+        yield f"{where!r} is {_short(value)}, supported is te or local"
+
+
 def _save(where: str, value: Any) -> Iterator[str]:
     """A saved state: its step and the digest of its weights."""
     if not isinstance(value, dict) or type(value.get("step")) is not int or not isinstance(value.get("digest"), str):
         yield f"{where!r} is {_short(value)}, supported is the step and the digest of a saved state"
 
 
-_report = _fields(substitutions=_list(_by_name(_text)), native=_fields(name=_text))
+_report = _fields(substitutions=_list(_by_name(_text)), native=_fields(name=_text, operators=_operators))
 _sitting_evidence = _fields(
     # counts of launches are held against the run by rl_parity.bound
     train=_mapping,
@@ -110,4 +119,6 @@ _sitting_evidence = _fields(
     weights=_mapping,
     sitting=_step,
 )
-_sitting = _fields(from_step=_by_name(_step), done_again=_by_name(_list(_mapping)))
+_sitting = _fields(
+    from_step=_by_name(_step), done_again=_by_name(_list(_mapping)), versions=_mapping, hardware=_mapping
+)
