@@ -39,7 +39,15 @@ for call in range(24):
     if delay.random() < 0.4:
         time.sleep(delay.random() * 0.03)
     fixed = dict(SLOT=slot, PROGRAMS=programs, RANK=rank, WORLD=world, BLOCK=64)
-    if call % 3 == 2:
+    if call % 4 == 3:
+        # two steps, of rows that each rank adds one of
+        whole = torch.randn(world, world * n, generator=g) * 1e3
+        kind = (torch.float32, torch.float16)[call % 8 // 4]
+        out = torch.full((world * n,), float("nan"), dtype=kind)
+        triton_peer.peer_reduce_kernel[(programs,)](whole[rank].clone().view(torch.int32), out, addresses, n, **fixed)
+        assert torch.equal(out, tree_sum(list(whole)).to(kind)), (call, n)
+        continue
+    if call % 4 == 2:
         out = torch.full((world, n), -1, dtype=torch.int32)
         triton_peer.peer_gather_kernel[(programs,)](mine.view(torch.int32), out, addresses, n, **fixed)
         assert torch.equal(out, parts.view(torch.int32)), (call, n)
@@ -82,7 +90,7 @@ TARGETS = {"sm90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": 
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (8, 5)])
-@pytest.mark.parametrize("name", ["peer_sum_kernel", "peer_gather_kernel"])
+@pytest.mark.parametrize("name", ["peer_sum_kernel", "peer_gather_kernel", "peer_reduce_kernel"])
 def test_kernels_compile(arch, world, rank, name):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -93,7 +101,8 @@ def test_kernels_compile(arch, world, rank, name):
     kernel = getattr(triton_peer, name)
     constants = {"SLOT": peer_memory.words_of(world)[0], "PROGRAMS": peer_memory.PROGRAMS, "RANK": rank}
     constants |= {"WORLD": world, "BLOCK": 2048}
-    out = "*bf16" if name == "peer_sum_kernel" else "*i32"
+    out = "*i32" if name == "peer_gather_kernel" else "*bf16"
+    meetings = 2 if name == "peer_reduce_kernel" else 1
     types = {"words": "*i32", "out": out, "addresses": "*i64", "n": "i32"} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
@@ -104,14 +113,14 @@ def test_kernels_compile(arch, world, rank, name):
     text = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options={"num_warps": 8}).asm
     if arch != "sm90":
         # flags are written behind what came before for every GPU to see, and read from where peers write
-        assert text["amdgcn"].count("buffer_wbl2 sc0 sc1") >= world - 1
+        assert text["amdgcn"].count("buffer_wbl2 sc0 sc1") >= meetings * (world - 1)
         return
     lines = [line.strip() for line in text["ptx"].splitlines()]
-    assert sum("release" in line and "sys" in line for line in lines) == world - 1
-    assert sum("acquire" in line and "sys" in line for line in lines) == world - 1
+    assert sum("release" in line and "sys" in line for line in lines) == meetings * (world - 1)
+    assert sum("acquire" in line and "sys" in line for line in lines) == meetings * (world - 1)
     # 16 bytes at a time, also to peers, and peers' parts never from a processor's own cache
     assert sum("st.global.v4" in line for line in lines) >= 2 * (world - 1)
-    assert sum("ld.global.cg.v4" in line for line in lines) == 2 * (world - 1)
+    assert sum("ld.global.cg.v4" in line for line in lines) == (1 + meetings) * (world - 1)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -274,7 +283,9 @@ def noted(monkeypatch, fails=False, device="cpu"):
     done = []
     kernel = Prepared(done, fails)
     monkeypatch.setattr(
-        peer_memory, "_kernels", lambda: SimpleNamespace(peer_sum_kernel=kernel, peer_gather_kernel=kernel)
+        peer_memory,
+        "_kernels",
+        lambda: SimpleNamespace(peer_sum_kernel=kernel, peer_gather_kernel=kernel, peer_reduce_kernel=kernel),
     )
     monkeypatch.setattr(peer_memory, "Prepared", lambda function, grid, fixed, num_warps: function)
     peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"))
@@ -320,12 +331,49 @@ def test_a_second_step_through_peer_memory_waits_for_no_rank_that_failed_after_t
             return torch.stack(rank.everyone(payload))
 
         peers = SimpleNamespace(name="peer_memory", device=torch.device("cpu"), fits=lambda n: True, gather=gather)
+        peers.fits_in_steps = lambda n: False
         mover = NcclMover(rank, rank.rank, 2, SimpleNamespace(agree=calls.append), peers)
         comm = TreeCommunicator.over({"cpu": mover}, rank.rank, 2, 0)
         assert comm.all_reduce(torch.full((5,), 1.0 + rank.rank)).tolist() == [3.0] * 5
         return [(call.op, call.shape) for call in calls]
 
     assert on_ranks(2, said) == [[("all_reduce", (5,)), ("all_gather", (3,))]] * 2
+
+
+def test_sums_of_several_slots_are_one_call_of_several_launches(monkeypatch):
+    peers, done = noted(monkeypatch)
+    slot, _ = peer_memory.words_of(2)
+    assert not peers.fits_in_steps(4 * slot)
+    peers.two_steps = True
+    assert [peers.fits_in_steps(size) for size in (0, 4, 8, 12, 40 * slot)] == [False, False, True, False, True]
+    out = peers.sum_in_steps(
+        torch.zeros(4 * (4 * slot + 6), dtype=torch.uint8), torch.bfloat16, lambda: done.append("agreed")
+    )
+    assert out.shape == (4 * slot + 6,)
+    assert done == ["compiled"] * 2 + ["agreed", "ordered"] + ["launched"] * 3
+    assert sorted(n for _, n, _ in peers._launches) == [3, slot]
+
+
+@pytest.mark.parametrize(
+    ("size", "two_shot_bytes", "two_steps", "form"),
+    [
+        (8, None, True, "sum"), (8, 0, True, "sum_in_steps"), (8, 0, False, ""), (4 << 20, None, True, "sum_in_steps"),
+        (4 << 20, None, False, ""), (2 << 20, 1 << 30, True, "sum"), (4 << 20, 1 << 30, True, "sum_in_steps"),
+        ((4 << 20) + 1, None, True, ""),
+    ],
+)  # fmt: skip
+def test_sums_go_through_peer_memory_in_one_step_or_two(size, two_shot_bytes, two_steps, form):
+    peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"), two_steps)
+    took = []
+    for name in ("sum", "sum_in_steps"):
+        setattr(peers, name, lambda payload, kind, agree, name=name: took.append(name) or torch.empty(size, dtype=kind))
+    mover = NcclMover(None, 0, 2, SimpleNamespace(agree=lambda call: None), peers)
+    comm = TreeCommunicator.over({"cpu": mover}, 0, 2, two_shot_bytes)
+    partial = torch.empty(size)
+    limit = 8 << 20 if two_shot_bytes is None else two_shot_bytes
+    found = comm._by_peers(comm._call("all_reduce", partial), partial, torch.bfloat16, 4 * size < limit)
+    assert took == ([form] if form else [])
+    assert (found is None) == (not form)
 
 
 def test_launches_go_to_the_gpu_whose_peers_are_mapped(monkeypatch):

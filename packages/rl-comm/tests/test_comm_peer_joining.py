@@ -110,7 +110,7 @@ def test_one_rank_that_cannot_leaves_all_without_and_nothing_behind(fails, error
 
 @pytest.mark.parametrize("fails", ["close", "free"])
 def test_what_cannot_be_given_back_keeps_nobody_waiting(fails, monkeypatch):
-    def full(addresses, rank, device):
+    def full(*given):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(peer_memory, "PeerMemory", full)
@@ -161,3 +161,42 @@ def test_memory_is_zero_before_peers_know_of_it_and_is_given_back_where_it_canno
         with pytest.raises(OSError, match=f"{fails} ended with CUDA error 700"):
             driver.allocate(64)
         assert done[-1] == "cuMemFree_v2"
+
+
+class Management:
+    """The library that knows every GPU of a host: ``links`` of pairs, and the functions as it names them."""
+
+    def __init__(self, links, fails=""):
+        self.links, self.fails, self.calls = links, fails, []
+
+    def __getattr__(self, name):
+        def function(*given):
+            self.calls.append(name)
+            if name == self.fails:
+                return 999
+            if name == "nvmlDeviceGetHandleByPciBusId_v2":
+                given[1]._obj.value = int(given[0].decode().split(":")[1])
+            if name == "nvmlDeviceGetP2PStatus":
+                given[3]._obj.value = self.links.get((given[0].value, given[1].value, given[2]), 1)
+            return 0
+
+        return function
+
+
+@pytest.mark.parametrize(
+    ("links", "found"),
+    [({}, False), ({(3, 7, 1): 0}, False), ({(3, 7, 3): 0}, False), ({(3, 7, 1): 0, (3, 7, 3): 0}, True)],
+)
+def test_gpus_that_a_process_was_not_shown_are_asked_about_by_their_place(links, found, monkeypatch):
+    library = Management(links)
+    monkeypatch.setattr(peer_memory.ctypes, "CDLL", lambda name: library)
+    assert peer_memory.linked("0000:03:00.0", "0000:07:00.0") == found
+    assert (library.calls[0], library.calls[-1]) == ("nvmlInit_v2", "nvmlShutdown")
+
+
+def test_a_library_that_fails_is_named_and_closed(monkeypatch):
+    library = Management({}, fails="nvmlDeviceGetP2PStatus")
+    monkeypatch.setattr(peer_memory.ctypes, "CDLL", lambda name: library)
+    with pytest.raises(OSError, match="nvmlDeviceGetP2PStatus ended with NVML error 999"):
+        peer_memory.linked("0000:03:00.0", "0000:07:00.0")
+    assert library.calls[-1] == "nvmlShutdown"

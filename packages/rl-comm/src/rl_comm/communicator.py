@@ -50,8 +50,9 @@ class TreeCommunicator(InStep):
         transport: of CPU tensors: ``auto`` takes shared memory where all ranks are processes of one host, else gloo;
             ``shared_memory`` and ``gloo`` insist. Of GPU tensors: ``auto`` moves small ones through peer memory where
             every rank reaches every other one's, as over NVLink, and the rest by NCCL, and so does
-            ``shared_memory``; ``peer_memory`` insists on both, ``nccl`` and ``gloo`` move all by NCCL. Chosen here,
-            once, for every call.
+            ``shared_memory``; ``peer_memory`` insists on both, also reaches GPUs that a rank was not shown, and sums
+            what is large through peer memory, too; ``nccl`` and ``gloo`` move all by NCCL. Chosen here, once, for every
+            call.
         two_shot_bytes: size of the fp32 partial from which on two steps are taken; by device where None.
         timeout_s: how long a rank waits for a peer over shared memory; gloo and NCCL have the group's own timeout.
         host_group: a gloo group of the same ranks, where ``group`` has no gloo part; made here where None.
@@ -116,8 +117,9 @@ class TreeCommunicator(InStep):
         on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
         on_gpu: Mover = StagedMover(on_cpu, rank)
         if "nccl" in backends and world_size > 1:
-            peers = "" if transport in ("nccl", "gloo") else peer_memory.connect(gloo)
-            if transport == "peer_memory" and isinstance(peers, str):
+            insisted = transport == "peer_memory"
+            peers = "" if transport in ("nccl", "gloo") else peer_memory.connect(gloo, more=insisted)
+            if insisted and isinstance(peers, str):
                 raise MissingSupport(
                     f"transport='peer_memory': {peers}; supported: Triton and NVIDIA GPUs of one host that reach one "
                     "another's memory, one a rank and all visible to each; use 'auto'"
@@ -329,13 +331,10 @@ class TreeCommunicator(InStep):
         problem = unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
         self._refuse(call, problem or self._misplaced(call, partial))
         limit = TWO_SHOT_BYTES[partial.device.type] if self.two_shot_bytes is None else self.two_shot_bytes
+        if (moved := self._by_peers(call, partial, out_dtype, partial.numel() * 4 < limit)) is not None:
+            return moved
         if partial.numel() * 4 < limit:
-            mover, payload = self._mover(partial), row_major_bytes(partial)
-            if isinstance(mover, NcclMover) and (peers := mover.peers_for(payload.numel())) is not None:
-                out = peers.sum(payload, out_dtype, lambda: mover.agree(call)).view(partial.shape)
-                self._record("all_reduce", "one-shot", partial, peers.name)
-                return out
-            out = tree_sum(self._rows(mover.gather(call, payload), partial), out_dtype)
+            out = tree_sum(self._gather(call, partial), out_dtype)
             self._record("all_reduce", "one-shot", partial)
             return out
         flat = partial.reshape(-1)
@@ -352,6 +351,22 @@ class TreeCommunicator(InStep):
             # an output is its own tensor, never a view of a longer one
             out = out[: partial.numel()].clone()
         return out.view(partial.shape)
+
+    def _by_peers(self, call: Call, partial: torch.Tensor, out_dtype: torch.dtype, one: bool) -> torch.Tensor | None:
+        """The sum through peer memory, in one step where ``one``; None where it does not go that way."""
+        mover, size = self._mover(partial), partial.numel() * 4
+        if not isinstance(mover, NcclMover) or mover.peers is None:
+            return None
+        peers = mover.peers
+        if one and peers.fits(size):
+            form, sums = "one-shot", peers.sum
+        elif peers.fits_in_steps(size):
+            form, sums = "two-shot", peers.sum_in_steps
+        else:
+            return None
+        out = sums(row_major_bytes(partial), out_dtype, lambda: mover.agree(call)).view(partial.shape)
+        self._record("all_reduce", form, partial, peers.name)
+        return out
 
     @in_step
     def _reduce_scatter(self, partial: torch.Tensor, dim: int, out_dtype: torch.dtype) -> torch.Tensor:

@@ -24,6 +24,8 @@ _HANDLE_BYTES = 64
 _NAME_BYTES = 64
 # of the driver's CUdevice_P2PAttribute
 _ACCESS, _ATOMICS = 2, 3
+# of the management library's nvmlGpuP2PCapsIndex_t, whose status 0 is OK
+_NVML_WRITE, _NVML_ATOMICS = 1, 3
 _PEER_ACCESS = 1
 _MOST_KEPT = 4096
 # of what a rank says of itself
@@ -44,10 +46,14 @@ def words_of(world_size: int) -> tuple[int, int]:
 
 
 class Driver:
-    """The few functions of the CUDA driver that are needed, on the current context."""
+    """The few functions of the CUDA driver that are needed, on the current context.
 
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
+    Args:
+        hidden: also reach GPUs that this process was not shown (``CUDA_VISIBLE_DEVICES``).
+    """
+
+    def __init__(self, hidden: bool = False) -> None:
+        self._library, self._hidden = ctypes.CDLL("libcuda.so.1"), hidden
         self.device = torch.device("cuda", torch.cuda.current_device())
         # the context must be there
         torch.zeros(1, device=self.device)
@@ -96,12 +102,43 @@ class Driver:
     def reaches(self, device: int, peer: str) -> bool:
         """Whether ``device`` writes to ``peer``'s memory and changes it atomically, as over NVLink."""
         other, found = ctypes.c_int(), ctypes.c_int()
-        self._call("cuDeviceGetByPCIBusId", ctypes.byref(other), peer.encode())
+        try:
+            self._call("cuDeviceGetByPCIBusId", ctypes.byref(other), peer.encode())
+        except OSError:
+            if not self._hidden:
+                raise
+            return linked(self.current()[1], peer)
         for wanted in (_ACCESS, _ATOMICS):
             self._call("cuDeviceGetP2PAttribute", ctypes.byref(found), wanted, device, other)
             if not found.value:
                 return False
         return True
+
+
+def linked(mine: str, peer: str) -> bool:
+    """Whether one GPU writes to the other's memory and changes it atomically, by the management library.
+
+    It knows GPUs that a process was not shown.
+    """
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+
+    def call(name: str, *arguments: Any) -> None:
+        if status := getattr(library, name)(*arguments):
+            raise OSError(f"{name} ended with NVML error {status}")
+
+    call("nvmlInit_v2")
+    try:
+        handles = [ctypes.c_void_p() for _ in range(2)]
+        for bus, handle in zip((mine, peer), handles):
+            call("nvmlDeviceGetHandleByPciBusId_v2", bus.encode(), ctypes.byref(handle))
+        found = ctypes.c_int()
+        for wanted in (_NVML_WRITE, _NVML_ATOMICS):
+            call("nvmlDeviceGetP2PStatus", *handles, wanted, ctypes.byref(found))
+            if found.value:
+                return False
+    finally:
+        library.nvmlShutdown()
+    return True
 
 
 @cache
@@ -124,12 +161,13 @@ class PeerMemory:
     Args:
         addresses: of every rank's allocation as this process maps it, rank 0 first.
         device: of this rank.
+        two_steps: whether sums of more than a slot come here, too.
     """
 
     name = "peer_memory"
 
-    def __init__(self, addresses: list[int], rank: int, device: torch.device) -> None:
-        self.rank, self.world_size, self.device = rank, len(addresses), device
+    def __init__(self, addresses: list[int], rank: int, device: torch.device, two_steps: bool = False) -> None:
+        self.rank, self.world_size, self.device, self.two_steps = rank, len(addresses), device, two_steps
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
         self._slot, _ = words_of(self.world_size)
         self._stream: Any = None
@@ -149,6 +187,22 @@ class PeerMemory:
         self._launch("peer_sum_kernel", words, out, agree)
         return out
 
+    def fits_in_steps(self, size: int) -> bool:
+        """Whether the sum of ``size`` bytes of each rank, of any number of slots, can be made in two steps."""
+        return self.two_steps and size > 0 and size % (4 * self.world_size) == 0
+
+    def sum_in_steps(self, payload: torch.Tensor, out_dtype: torch.dtype, agree: Callable[[], None]) -> torch.Tensor:
+        """As ``sum``; each rank adds its part of the elements and sends it round, a slot's worth by a launch."""
+        words = _words(payload)
+        out = torch.empty(words.numel(), dtype=out_dtype, device=payload.device)
+        most = self._slot * self.world_size
+        parts = [(words[i : i + most], out[i : i + most]) for i in range(0, words.numel(), most)]
+        # what may fail comes before the first kernel that waits
+        self._launch_all(
+            [("peer_reduce_kernel", part, into, part.numel() // self.world_size) for part, into in parts], agree
+        )
+        return out
+
     def gather(self, payload: torch.Tensor, agree: Callable[[], None]) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n]."""
         words = _words(payload)
@@ -157,24 +211,31 @@ class PeerMemory:
         return out
 
     def _launch(self, kernel: str, words: torch.Tensor, out: torch.Tensor, agree: Callable[[], None]) -> None:
+        self._launch_all([(kernel, words, out, words.numel())], agree)
+
+    def _launch_all(
+        self, launches: list[tuple[str, torch.Tensor, torch.Tensor, int]], agree: Callable[[], None]
+    ) -> None:
+        """Each (kernel, words, out, n), one after the other, of one call."""
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             # peers' memory is mapped for this device alone, and Triton launches on the current one
             with torch.cuda.device(self.device):
-                return self._launch(kernel, words, out, agree)
-        launch = self._prepared(kernel, words, out)
+                return self._launch_all(launches, agree)
+        prepared = [(self._prepared(*launch), launch) for launch in launches]
         agree()
         self._order()
-        launch(words, out, self._addresses)
+        for go, (_, words, out, _) in prepared:
+            go(words, out, self._addresses)
 
-    def _prepared(self, kernel: str, words: torch.Tensor, out: torch.Tensor) -> Prepared:
-        key = (kernel, words.numel(), out.dtype)
+    def _prepared(self, kernel: str, words: torch.Tensor, out: torch.Tensor, n: int) -> Prepared:
+        key = (kernel, n, out.dtype)
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) >= _MOST_KEPT:
                 self._launches.clear()
             fixed = {
-                "n": words.numel(), "SLOT": self._slot, "PROGRAMS": PROGRAMS, "RANK": self.rank,
-                "WORLD": self.world_size, "BLOCK": _BLOCK,
+                "n": n, "SLOT": self._slot, "PROGRAMS": PROGRAMS, "RANK": self.rank, "WORLD": self.world_size,
+                "BLOCK": _BLOCK,
             }  # fmt: skip
             function = getattr(_kernels(), kernel)
             compiled = function.warmup(words, out, self._addresses, *fixed.values(), grid=(PROGRAMS,), num_warps=8)
@@ -201,12 +262,12 @@ def _words(payload: torch.Tensor) -> torch.Tensor:
     return payload.view(torch.int32)
 
 
-def _driver() -> Driver:
+def _driver(more: bool) -> Driver:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise OSError("no NVIDIA GPU")
     if _kernels() is None:
         raise OSError("no Triton")
-    return Driver()
+    return Driver(more)
 
 
 class _Unreachable(Exception):
@@ -216,8 +277,8 @@ class _Unreachable(Exception):
 class _Joining:
     """The steps by which the ranks of a group come to map one another's memory; each tells its peers what it has."""
 
-    def __init__(self, gloo: GlooMover, driver: Callable[[], Driver]) -> None:
-        self._gloo, self._make, self._driver = gloo, driver, cast(Driver, None)
+    def __init__(self, gloo: GlooMover, driver: Callable[[], Driver], two_steps: bool) -> None:
+        self._gloo, self._make, self._driver, self._two_steps = gloo, driver, cast(Driver, None), two_steps
         self._device, self._mine = 0, 0
         self._opened: dict[int, int] = {}
 
@@ -255,7 +316,7 @@ class _Joining:
             if rank != self._gloo.rank:
                 self._opened[rank] = self._driver.open(handle)
         addresses = [self._opened.get(rank, self._mine) for rank in range(len(handles))]
-        return PeerMemory(addresses, self._gloo.rank, self._driver.device)
+        return PeerMemory(addresses, self._gloo.rank, self._driver.device, self._two_steps)
 
     def _leave(self) -> None:
         def close() -> None:
@@ -287,12 +348,17 @@ class _Joining:
         return [row[1:] for row in rows]
 
 
-def connect(gloo: GlooMover, driver: Callable[[], Driver] = _driver) -> PeerMemory | str:
-    """Memory of each rank's current GPU that all ranks of ``gloo`` reach; on every rank why not, if one can't."""
+def connect(gloo: GlooMover, driver: Callable[[], Driver] | None = None, *, more: bool = False) -> PeerMemory | str:
+    """Memory of each rank's current GPU that all ranks of ``gloo`` reach; on every rank why not, if one can't.
+
+    Args:
+        driver: makes each rank's; another one in tests.
+        more: also reach GPUs that a rank was not shown, and add what is larger than a slot.
+    """
     if gloo.world_size not in SLOT_BYTES:
         return f"a world of {gloo.world_size}"
     try:
-        return _Joining(gloo, driver).join()
+        return _Joining(gloo, driver or (lambda: _driver(more)), more).join()
     except _Unreachable as problem:
         return str(problem)
 

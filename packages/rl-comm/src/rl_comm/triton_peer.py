@@ -20,6 +20,26 @@ def _at(addresses, rank):
 
 
 @triton.jit
+def _meet(
+    addresses, mine, number, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """Once here, what this program has written lies in the peers' memory, and what the peers' wrote in this one's."""
+    program = tl.program_id(0)
+    # all threads have written before one of them says so
+    tl.debug_barrier()
+    for step in tl.static_range(1, WORLD):
+        theirs = _at(addresses, (RANK + step) % WORLD)
+        flag = theirs + 2 * WORLD * SLOT + RANK * PROGRAMS + program
+        tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    for step in tl.static_range(1, WORLD):
+        flag = mine + 2 * WORLD * SLOT + (RANK + step) % WORLD * PROGRAMS + program
+        # a peer that is done with this call may say the next one already
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < number:
+            pass
+    tl.debug_barrier()
+
+
+@triton.jit
 def _exchange(
     words, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,18 +60,7 @@ def _exchange(
         for step in tl.static_range(1, WORLD):
             theirs = _at(addresses, (RANK + step) % WORLD)
             tl.store(theirs + slots + RANK * SLOT + at, part, held)
-    # all threads have written before one of them says so
-    tl.debug_barrier()
-    for step in tl.static_range(1, WORLD):
-        theirs = _at(addresses, (RANK + step) % WORLD)
-        flag = theirs + 2 * WORLD * SLOT + RANK * PROGRAMS + program
-        tl.atomic_xchg(flag, number, sem="release", scope="sys")
-    for step in tl.static_range(1, WORLD):
-        flag = mine + 2 * WORLD * SLOT + (RANK + step) % WORLD * PROGRAMS + program
-        # a peer that is done with this call may say the next one already
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < number:
-            pass
-    tl.debug_barrier()
+    _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
     tl.store(counter, number)
     return mine + slots
 
@@ -73,6 +82,18 @@ def _pair(words, slots, at, held, FIRST: tl.constexpr, RANK: tl.constexpr, SLOT:
 
 
 @triton.jit
+def _total(words, slots, at, held, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT: tl.constexpr):
+    """The tree over ranks: ``words`` are this rank's part, the others lie in ``slots``."""
+    total = _pair(words, slots, at, held, 0, RANK, SLOT)
+    if WORLD >= 4:
+        total += _pair(words, slots, at, held, 2, RANK, SLOT)
+    if WORLD >= 8:
+        upper = _pair(words, slots, at, held, 4, RANK, SLOT)
+        total += upper + _pair(words, slots, at, held, 6, RANK, SLOT)
+    return total
+
+
+@triton.jit
 def peer_sum_kernel(
     words, out, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -82,13 +103,52 @@ def peer_sum_kernel(
     for begin in range(tl.program_id(0) * BLOCK, n, PROGRAMS * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         held = at < n
-        total = _pair(words, slots, at, held, 0, RANK, SLOT)
-        if WORLD >= 4:
-            total += _pair(words, slots, at, held, 2, RANK, SLOT)
-        if WORLD >= 8:
-            upper = _pair(words, slots, at, held, 4, RANK, SLOT)
-            total += upper + _pair(words, slots, at, held, 6, RANK, SLOT)
+        total = _total(words, slots, at, held, RANK, WORLD, SLOT)
         tl.store(out + at, total.to(out.dtype.element_ty), held)
+
+
+@triton.jit
+def peer_reduce_kernel(
+    words, out, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """words: the bits of this rank's fp32 [WORLD, n] -> out [WORLD, n]; grid (PROGRAMS,).
+
+    In two steps, which count as two calls: rank r adds everyone's row r, and sends it round once it is rounded. A
+    program goes through both alone, since it serves the same elements of every row.
+    """
+    program = tl.program_id(0)
+    mine = _at(addresses, RANK)
+    counter = mine + 2 * WORLD * SLOT + WORLD * PROGRAMS + program
+    number = tl.load(counter) + 1
+    slots = number % 2 * (WORLD * SLOT)
+    sums = (number + 1) % 2 * (WORLD * SLOT)
+    result = tl.pointer_type(out.dtype.element_ty)
+    for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        held = at < n
+        for step in tl.static_range(1, WORLD):
+            theirs = _at(addresses, (RANK + step) % WORLD)
+            part = tl.load(words + (RANK + step) % WORLD * n + at, held)
+            tl.store(theirs + slots + RANK * SLOT + at, part, held)
+    _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
+    for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        held = at < n
+        total = _total(words + RANK * n, mine + slots, at, held, RANK, WORLD, SLOT).to(out.dtype.element_ty)
+        tl.store(out + RANK * n + at, total, held)
+        for step in tl.static_range(1, WORLD):
+            theirs = _at(addresses, (RANK + step) % WORLD)
+            tl.store((theirs + sums + RANK * SLOT).to(result) + at, total, held)
+    _meet(addresses, mine, number + 1, SLOT, PROGRAMS, RANK, WORLD)
+    for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        held = at < n
+        for step in tl.static_range(1, WORLD):
+            theirs = (mine + sums + (RANK + step) % WORLD * SLOT).to(result)
+            row = tl.load(theirs + at, held, cache_modifier=".cg")
+            tl.store(out + (RANK + step) % WORLD * n + at, row, held)
+    tl.store(counter, number + 1)
 
 
 @triton.jit
