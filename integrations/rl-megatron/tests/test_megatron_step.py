@@ -118,6 +118,22 @@ from rl_megatron import OptimizerConfig, TrainerRank
 rank, folder = int(sys.argv[1]), sys.argv[2]
 arguments = pickle.load(open(folder + "/job.pkl", "rb"))
 trainer = TrainerRank(rank=rank, init_method=f"file://{folder}/init", optimizer=OptimizerConfig(lr=1e-2), **arguments)
+refused = []
+for number, wrong in enumerate(
+    (
+        {"hf_path": folder + "/nowhere"},
+        {"recompute": "full"},
+        {"optimizer": OptimizerConfig(kind="megatron")},
+        {"mode": "native", "native_operators": "te"},
+        {"optimizer": OptimizerConfig(lr=1.0)},
+        {"mode": "native"},
+    )
+):
+    rest = {**arguments, **(wrong if rank else {})}
+    try:
+        TrainerRank(rank=rank, init_method=f"file://{folder}/init{number}", **rest).init()
+    except Exception as error:
+        refused.append([type(error).__name__, str(error)])
 trainer.init()
 if rank == 0:
     trainer.keep_reference()
@@ -143,6 +159,9 @@ for call in (
     lambda: trainer.logprobs([([5, 6], [3]) if alone else ([5], [6, 3])]),
     lambda: trainer.logprobs(samples, with_entropy=alone),
     lambda: trainer.logprobs(samples) if alone else trainer.train_step(samples, [1.0, 2.0], old),
+    lambda: trainer.export_weights() if alone else trainer.logprobs(samples),
+    lambda: trainer.save(folder + "/saved") if alone else trainer.export_weights(),
+    lambda: trainer.save(None if alone else folder + "/saved"),
     lambda: trainer.train_step(samples, [1.0, nan], old),
 ):
     try:
@@ -154,7 +173,7 @@ whole = all(bool((p == before[n]).all()) for n, p in trainer.model.named_paramet
 # what a masked token has counts nowhere
 masked = [(*samples[0], [True, False]), samples[1]]
 step = trainer.train_step(masked, [1.0, 2.0], [np.array([old[0][0], nan if alone else 7.0]), old[1]])
-json.dump([said, whole, step["skipped"], step["ratio_mean"]], open(f"{folder}/said{rank}.json", "w"))
+json.dump([refused, said, whole, step["skipped"], step["ratio_mean"]], open(f"{folder}/said{rank}.json", "w"))
 trainer.close()
 """
 
@@ -173,7 +192,7 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
         for process in ranks:
             process.kill()
     for rank in range(2):
-        said, whole, skipped, ratio = json.loads((tmp_path / f"said{rank}.json").read_text())
+        refused, said, whole, skipped, ratio = json.loads((tmp_path / f"said{rank}.json").read_text())
         *one, both = said
         prefix = "" if rank else "rank 1 refuses this call, which all ranks make together: ContractError: "
         for words, told in zip(
@@ -192,11 +211,30 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
         for words, told in zip(
             (
                 *("advantages", "advantages, old_logprobs", "ref_logprobs", "temperature", "temperature"),
-                *("samples", "samples", "samples", "call", "call"),
+                *("samples", "samples", "samples", "call", "call", "call", "call"),
             ),
-            one[6:],
+            one[6:-1],
             strict=True,
         ):
             assert told.startswith(f"rank 1 was given other {words} than rank 0; every rank makes the same calls")
+        assert one[-1].startswith(prefix + "save: path=None, supported: a path")
+        assert not (tmp_path / "saved").exists()
+        alone = "" if rank else "rank 1 refuses this call, which all ranks make together: "
+        for (kind, words), told in zip(
+            (
+                ("ContractError", f"{tmp_path}/nowhere/config.json can't be read"),
+                ("MissingSupport", "recompute='full' on a CPU"),
+                ("MissingSupport", "Megatron's optimizer needs CUDA tensors"),
+                ("ContractError", "native_operators='te' with device='cpu'"),
+            ),
+            refused[:4],
+            strict=True,
+        ):
+            assert told[0] == (kind if rank else "ContractError")
+            assert told[1].startswith(alone + (words if rank else f"{kind}: {words}"))
+        assert [told[1].partition("=")[0] for told in refused[4:]] == [
+            "ranks of one trainer differ: rank 1 has optimizer",
+            "ranks of one trainer differ: rank 1 has mode",
+        ]
         assert both.startswith("train_step: the advantage of sample 1 is nan")
         assert (whole, skipped, ratio) == (True, False, 1.0)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rl_contract import ContractError, Profile, launches
+from rl_contract import ContractError, MissingSupport, Profile, launches
 from rl_megatron import checkpoint, checks, te, topology
 from rl_megatron.batch import PackedBatch, micro_batches, token_budget_problem
 from rl_megatron.config import ModelConfig, ParallelConfig
@@ -123,21 +123,35 @@ class TrainerRank:
         """Check everything, join the world, build and load the model; returns ``report()``.
 
         Raises:
-            ContractError: an unsupported config, cut or profile, before the world is joined; ranks that differ; a
-                defective weight file.
+            ContractError: an unsupported config, cut or profile, before the world is joined; no checkpoint and ranks
+                that differ, before anything is built; a defective weight file.
             MissingSupport: ``native_operators="te"`` without TransformerEngine, or recomputation or Megatron's
-                optimizer on a CPU, before the world is joined.
+                optimizer on a CPU, before anything is built.
+
+        What one rank refuses, the others do too: it joins them and says so. A world of one is not joined then.
         """
-        self._hf_config = checkpoint.read_config(self.hf_path)
-        ModelConfig.from_hf(self._hf_config).check(self.profile, self.parallel)
-        kind = str(self.device).partition(":")[0]
-        operators = self._operators(kind)
-        check_recompute(self.recompute, self.recompute_modules, kind)
-        check_optimizer(self.optimizer_config, kind)
+        operators: Literal["te", "local"] | None = None
+        config: dict[str, Any] | None = None
+        refusal: ContractError | MissingSupport | None = None
+        try:
+            config = self._hf_config = checkpoint.read_config(self.hf_path)
+            operators = self._operators()
+        except (ContractError, MissingSupport) as error:
+            if self.parallel.world_size == 1:
+                raise
+            refusal = error
+        if config is not None:
+            ModelConfig.from_hf(config).check(self.profile, self.parallel)
+
+        def agreed() -> None:
+            if refusal is not None:
+                raise refusal
+
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         topology.start(self.rank, self.parallel, self.init_method, device=self.device, share_gpu=self.share_gpu)
         try:
+            topology.together(agreed)
             topology.agree(self._identity() | {"native operators": operators})
             self._model = build_model(
                 self._hf_config,
@@ -156,7 +170,11 @@ class TrainerRank:
             raise
         return self.report()
 
-    def _operators(self, kind: str) -> Literal["te", "local"] | None:
+    def _operators(self) -> Literal["te", "local"] | None:
+        """The native arm's operators, once the options that a device may lack are sound."""
+        kind = str(self.device).partition(":")[0]
+        check_recompute(self.recompute, self.recompute_modules, kind)
+        check_optimizer(self.optimizer_config, kind)
         if self.mode == "strict":
             return None
         staged = self.share_gpu and self.parallel.world_size > 1
@@ -325,11 +343,18 @@ class TrainerRank:
 
         They are copies on the trainer's device.
         """
+        topology.together(lambda: self.model, lambda _: {"call": b"export_weights"})
         tensors = checkpoint.export_hf(self.model)
         return tensors if self.rank == 0 else None
 
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face folder; every rank must call it."""
+
+        def prepare() -> None:
+            if problem := checks.folder_problem("path", path):
+                raise ContractError(f"save: {problem}")
+
+        topology.together(prepare, lambda _: {"call": b"save"})
         checkpoint.save_hf(self.model, path, self._hf_config)
 
     def report(self) -> dict[str, Any]:
