@@ -333,7 +333,8 @@ def test_decode_asks_the_bench_for_every_case_and_round(parts, tmp_path, monkeyp
     start, measure = inspect.signature(arms.start), inspect.signature(arms.measure)
 
     def begun(*args, **kwargs):
-        assert start.bind(*args, **kwargs).arguments["engine"] == "strict"
+        given = start.bind(*args, **kwargs).arguments
+        assert (given["engine"], given["layers"]) == ("strict", 36)
         return llm
 
     def measured(*args, **kwargs):
@@ -345,7 +346,7 @@ def test_decode_asks_the_bench_for_every_case_and_round(parts, tmp_path, monkeyp
     monkeypatch.setattr(arms, "start", begun)
     monkeypatch.setattr(arms, "measure", measured)
     monkeypatch.setattr(module.os, "_exit", lambda status: None)
-    module.measure("strict", str(tmp_path), time.time())
+    module.measure("strict", str(tmp_path), time.time(), 36)
     assert asked == [(*case, True) for case in module.CASES] * (1 + module.ROUNDS)
     assert resets == list(range(len(asked)))
     assert module.speeds(tmp_path)["tokens/s, batch 1, prompt 512"]["strict"]["decode"] == 2.0
@@ -353,7 +354,8 @@ def test_decode_asks_the_bench_for_every_case_and_round(parts, tmp_path, monkeyp
 
 ARM = """
 import json, pathlib, sys
-arm, folder, end = sys.argv[1:]
+arm, folder, end, layers = sys.argv[1:]
+assert layers == LAYERS
 if arm == FAILING:
     raise SystemExit("no engine")
 cases = [{"case": [512, b], "prefill": 1.0, "decode": 10.0 + (arm == "native")} for b in (64, 1)]
@@ -361,10 +363,10 @@ cases = [{"case": [512, b], "prefill": 1.0, "decode": 10.0 + (arm == "native")} 
 """
 
 
-@pytest.mark.parametrize("failing", ["nobody", "strict"])
-def test_decode_keeps_one_arms_figures_where_the_other_fails(parts, tmp_path, failing):
-    module = parts("two_gpu_parts.decode")
-    code = ARM.replace("FAILING", repr(failing))
+@pytest.mark.parametrize(("failing", "part", "layers"), [("nobody", "decode", "8"), ("strict", "decode36", "36")])
+def test_decode_keeps_one_arms_figures_where_the_other_fails(parts, tmp_path, failing, part, layers):
+    module = parts(f"two_gpu_parts.{part}")
+    code = ARM.replace("FAILING", repr(failing)).replace("LAYERS", repr(layers))
     found = {}
     for answer in module.run(0, str(tmp_path), {"end": time.time() + 60, "program": [sys.executable, "-c", code]}):
         found |= answer

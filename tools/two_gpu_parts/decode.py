@@ -1,4 +1,6 @@
-"""Tokens a second of vLLM at TP2, strict beside native; Qwen3-8B's dimensions with 8 layers and dummy weights.
+"""Tokens a second of vLLM at TP2, strict beside native; Qwen3-8B's dimensions, dummy weights, 8 layers or all 36.
+
+A step of 8 layers is mostly the host's time, of 36 the GPU's.
 
 Both engines start at once, since starting takes longest, and are measured in turns: files in the folder say who is
 ready and whose turn it is. Of each, the best of the rounds.
@@ -28,13 +30,12 @@ PROGRAM = (sys.executable, "-W", "ignore", str(Path(__file__).resolve()))
 
 def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     root = Path(folder)
+    layers = settings.get("layers", LAYERS)
     (root / "model").mkdir()
-    (root / "model" / "config.json").write_text(json.dumps(engine_arms.config(LAYERS)))
+    (root / "model" / "config.json").write_text(json.dumps(engine_arms.config(layers)))
+    given = [folder, str(settings["end"] - 6), str(layers)]
     program = settings.get("program", PROGRAM)
-    jobs = [
-        Job(name=arm, command=[*program, arm, folder, str(settings["end"] - 6)], log=root / f"{arm}.log", limit=1e9)
-        for arm in ARMS
-    ]
+    jobs = [Job(name=arm, command=[*program, arm, *given], log=root / f"{arm}.log", limit=1e9) for arm in ARMS]
     errors: list[str] = []
     for job, status in run_lanes([[job] for job in jobs], settings["end"] - 4):
         if status != 0:
@@ -89,13 +90,13 @@ class Turns:
             time.sleep(0.02)
 
 
-def measure(arm: str, folder: str, end: float) -> None:
+def measure(arm: str, folder: str, end: float, layers: int) -> None:
     begin = time.monotonic()
     root = Path(folder)
     turns, out = Turns(root, arm, end), root / f"{arm}.jsonl"
     llm = engine_arms.start(
-        arm, LAYERS, str(root / "model"), tensor_parallel_size=2, max_model_len=2048, max_num_seqs=64,
-        kv_cache_memory_bytes=engine_arms.cache_bytes(LAYERS, CASES),
+        arm, layers, str(root / "model"), tensor_parallel_size=2, max_model_len=2048, max_num_seqs=64,
+        kv_cache_memory_bytes=engine_arms.cache_bytes(layers, CASES),
         compilation_config={"cudagraph_capture_sizes": sorted(batch for _, batch, _ in CASES)},
     )  # fmt: skip
 
@@ -126,4 +127,4 @@ def measure(arm: str, folder: str, end: float) -> None:
 if __name__ == "__main__":
     # this folder's modules have names that others may use too
     sys.path.remove(str(Path(__file__).resolve().parent))
-    measure(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    measure(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-PARTS = ("collectives", "training", "engines", "parity", "decode", "bench")
+PARTS = ("collectives", "training", "engines", "parity", "decode", "decode36", "bench")
 TARGET = re.compile(r"^(.*?)(?: of native| against native)? >= ([\d.]+)$")
 
 
