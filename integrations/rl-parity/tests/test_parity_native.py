@@ -145,9 +145,21 @@ def test_an_installation_that_breaks_as_it_is_imported_is_a_line_of_the_prefligh
     assert found in preflight.check(dataclasses.replace(RunConfig(), out=str(on_path / "out")))
 
 
+def test_a_torchvision_that_does_not_fit_is_a_line_of_the_preflight(on_path):
+    (on_path / "torchvision").mkdir()
+    (on_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    (found,) = [x for x in preflight.check(dataclasses.replace(RunConfig(), out=str(on_path / "out"))) if "vision" in x]
+    assert "operator torchvision::nms does not exist" in found
+    assert "pip uninstall torchvision torchaudio torchcodec" in found
+    (on_path / "torchvision" / "__init__.py").write_text("")
+    assert list(preflight._torchvision(RunConfig())) == []
+
+
 def test_without_an_optional_package_nothing_is_imported(monkeypatch):
     monkeypatch.setattr(native, "OPTIONAL", ("no_such_package",))
-    monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(native.imports.subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
     assert list(native.import_violations()) == []
 
 

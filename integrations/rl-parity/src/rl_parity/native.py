@@ -1,8 +1,5 @@
 """What the native arm's trainer ran, sitting by sitting: as its ranks reported it, and never a guess."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,14 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_parity import sittings
+from rl_parity import imports, sittings
 from rl_parity.config import RunConfig
 from rl_parity.rundir import RunDirectory
 
 PACKAGE, DISTRIBUTION = "transformer_engine", "transformer-engine"
 # what Megatron-core imports in every arm where it is there
 OPTIONAL = (PACKAGE, "apex")
-_IMPORT_S = 120
 _IMPORT = """
 import sys
 try:
@@ -186,13 +182,5 @@ def import_violations() -> Iterator[str]:
     """
     if all(PathFinder.find_spec(name) is None for name in OPTIONAL) or PathFinder.find_spec("rl_megatron") is None:
         return
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", "-c", _IMPORT]
-    try:
-        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=_IMPORT_S)
-    except subprocess.TimeoutExpired:
-        yield f"importing rl_megatron.trainer takes more than {_IMPORT_S} s; see python -X importtime for what does"
-        return
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        yield said[-1] if said else f"importing rl_megatron.trainer ends its process with status {done.returncode}"
+    if (problem := imports.failure(_IMPORT)) is not None:
+        yield problem

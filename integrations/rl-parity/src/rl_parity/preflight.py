@@ -5,13 +5,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rl_contract import ContractError, MissingSupport, Profile, build_profile
-from rl_parity import checkpoint, data, gpus, native, preflight_cuda
+from rl_parity import checkpoint, data, gpus, imports, native, preflight_cuda
 from rl_parity.config import PLACEMENTS, RunConfig
 from rl_parity.models import hf_config, spec_of
 from rl_parity.models import weight_bytes as built_in_bytes
@@ -82,12 +83,12 @@ def check(config: RunConfig, *, new_run: bool = True, going_on: native.Began | N
         going_on: of a resumed run, what its native trainer began with.
     """
     if config.device != "cuda":
-        found = _checked(config, [options, sampling, _packages, _machine, _disk, _model])
+        found = _checked(config, [options, sampling, _packages, _torchvision, _machine, _disk, _model])
     else:
         with preflight_cuda.EngineQuestion() as engines:
             found = _checked(
                 config,
-                [options, sampling, _packages, _gpus, _machine, _disk, _model],
+                [options, sampling, _packages, _torchvision, _gpus, _machine, _disk, _model],
             )
             found += engines.answer()
     # one that is seen to lack a part need not be imported
@@ -123,6 +124,17 @@ def _packages(c: RunConfig) -> Iterator[str]:
         allowed = os.environ.get("VLLM_PLUGINS")
         if allowed is not None and "rl_vllm" not in allowed.split(","):
             yield f"VLLM_PLUGINS={allowed!r} keeps the plugin rl_vllm from loading; unset it or add rl_vllm"
+
+
+def _torchvision(c: RunConfig) -> Iterator[str]:
+    """vLLM imports it where it is installed; the build that comes with vLLM's own does not fit every PyTorch."""
+    if PathFinder.find_spec("torchvision") is None:
+        return
+    if (problem := imports.failure("import torchvision")) is not None:
+        yield (
+            f"torchvision, which vLLM imports, does not import here ({problem}); install the build that fits this "
+            "PyTorch, or pip uninstall torchvision torchaudio torchcodec, which nothing here needs"
+        )
 
 
 def memory_estimate(c: RunConfig, weight_bytes: int) -> int:
