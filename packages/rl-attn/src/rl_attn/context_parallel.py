@@ -18,7 +18,7 @@ from rl_attn.checks import check_call, require_cu_seqlens, require_family, requi
 from rl_attn.metadata import positions_of_all_keys
 from rl_contract import Communicator, ContractError
 from rl_contract.checks import require_tensor, whole_number
-from rl_contract.communicator import gather_each
+from rl_contract.communicator import gather_each, refuse
 from rl_contract.devices import to_device
 from rl_contract.profile import KEY_TILE, SEGMENT
 from rl_contract.tokens import check_peers
@@ -180,24 +180,27 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        cut, comm, scale = ctx.cut, ctx.comm, ctx.scale
-        grad_out = grads[0]
-        kernels: Any = gpu_backward if not torch.is_grad_enabled() and gpu.direct(grad_out) else ops_backward
-        delta = kernels.row_delta(grad_out, out)
-        # every rank takes part in every gather, whatever its own inputs need
-        every_k, every_v, every_grad, every_q, every_lse, every_delta = _gather(
-            comm, cut.order, k, v, grad_out, q, lse, delta
-        )
-        dq = kernels.grad_queries(
-            grad_out, q, every_k, every_v, lse, delta, cut.cu_local, cut.cu, cut.positions, scale
-        )  # fmt: skip
-        del every_k, every_v
-        dk, dv = kernels.grad_keys(
-            every_grad, every_q, k, v, every_lse, every_delta, cut.cu, cut.cu_local, cut.every_position, cut.positions,
-            scale,
-        )  # fmt: skip
-        return dq, dk, dv, *([None] * 5)
+        try:
+            q, k, v, out, lse = ctx.saved_tensors
+            cut, comm, scale = ctx.cut, ctx.comm, ctx.scale
+            grad_out = grads[0]
+            kernels: Any = gpu_backward if not torch.is_grad_enabled() and gpu.direct(grad_out) else ops_backward
+            delta = kernels.row_delta(grad_out, out)
+            # every rank takes part in every gather, whatever its own inputs need
+            every_k, every_v, every_grad, every_q, every_lse, every_delta = _gather(
+                comm, cut.order, k, v, grad_out, q, lse, delta
+            )
+            dq = kernels.grad_queries(
+                grad_out, q, every_k, every_v, lse, delta, cut.cu_local, cut.cu, cut.positions, scale
+            )  # fmt: skip
+            del every_k, every_v
+            dk, dv = kernels.grad_keys(
+                every_grad, every_q, k, v, every_lse, every_delta, cut.cu, cut.cu_local, cut.every_position,
+                cut.positions, scale,
+            )  # fmt: skip
+            return dq, dk, dv, *([None] * 5)
+        except Exception as problem:
+            refuse(problem, ctx.comm, given=grads)
 
 
 def _gather(comm: Communicator, order: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -238,24 +241,27 @@ def context_parallel_attention(
         ContractError: as ``attention_packed``, lengths or row counts that the layout does not fit, and the family
             ``nosplit`` over more than one rank.
     """
-    check_peers("context_parallel_attention", comm)
-    rank, world = (0, 1) if comm is None else (comm.rank, comm.world_size)
-    require_indices("context parallel", cu_seqlens=cu_seqlens)
-    require_tensor("context_parallel_attention", "q", q)
-    cut = _cut(cu_seqlens, rank, world, layout, q.device)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _require_rows(f"context_parallel_attention, {name},", x, cut.positions.numel())
-    if comm is None or world == 1:
-        return attention_packed(
-            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, scale=scale, key_tile=key_tile, segment=segment,
-            family=family, return_lse=return_lse, **variants,
-        )  # fmt: skip
-    require_family("context_parallel_attention", family)
-    if family == "nosplit":
-        raise ContractError(
-            f"context_parallel_attention got family 'nosplit' over {world} ranks: the library takes the last rows of a "
-            "sequence as queries, which a rank's rows are not; use 'segments', or one rank"
-        )
-    check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
-    out, lse = _ContextParallel.apply(q, k, v, cut, comm, float(scale), key_tile, segment)
-    return (out, lse) if return_lse else out
+    try:
+        check_peers("context_parallel_attention", comm)
+        rank, world = (0, 1) if comm is None else (comm.rank, comm.world_size)
+        require_indices("context parallel", cu_seqlens=cu_seqlens)
+        require_tensor("context_parallel_attention", "q", q)
+        cut = _cut(cu_seqlens, rank, world, layout, q.device)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _require_rows(f"context_parallel_attention, {name},", x, cut.positions.numel())
+        if comm is None or world == 1:
+            return attention_packed(
+                q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, scale=scale, key_tile=key_tile,
+                segment=segment, family=family, return_lse=return_lse, **variants,
+            )  # fmt: skip
+        require_family("context_parallel_attention", family)
+        if family == "nosplit":
+            raise ContractError(
+                f"context_parallel_attention got family 'nosplit' over {world} ranks: the library takes the last rows "
+                "of a sequence as queries, which a rank's rows are not; use 'segments', or one rank"
+            )
+        check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
+        out, lse = _ContextParallel.apply(q, k, v, cut, comm, float(scale), key_tile, segment)
+        return (out, lse) if return_lse else out
+    except Exception as problem:
+        refuse(problem, comm, given=(q, k, v))

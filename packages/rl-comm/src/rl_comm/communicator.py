@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rl_comm import board, ops, peer_memory
 from rl_comm.agreement import check_alike
 from rl_comm.device import AgreedMover, NcclMover, StagedMover
-from rl_comm.mover import Call, GlooMover, Mover, named
+from rl_comm.mover import Call, GlooMover, Mover, alike, is_alike, named
 from rl_comm.refusals import (
     differentiated,
     each_problem,
@@ -30,7 +30,7 @@ from rl_comm.shared_memory import connect
 from rl_comm.steps import InStep, in_step
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
-from rl_contract.communicator import dim_problem, is_known_to_peers, known_to_peers, sum_problem
+from rl_contract.communicator import dim_problem, sum_problem
 from rl_contract.devices import row_major_bytes
 
 # size of the fp32 partial from which on two steps are taken, by device
@@ -315,10 +315,10 @@ class TreeCommunicator(InStep):
                 with _disable_current_modes(), temporarily_clear_interpreter_stack():
                     mover.gather(replace(call, refused=True, number=self._number), torch.empty(0, dtype=torch.uint8))
             except ContractError as different:
-                if not is_known_to_peers(different):
+                if not is_alike(different):
                     raise
-                raise known_to_peers(ContractError(f"{different}. This rank: {problem}")) from problem
-        raise known_to_peers(problem)
+                raise alike(ContractError(f"{different}. This rank: {problem}")) from problem
+        raise alike(problem)
 
     @in_step
     def _refuse_alone(self, call: Call, problem: Exception | None) -> None:

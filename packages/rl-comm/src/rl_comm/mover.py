@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rl_contract import ContractError
-from rl_contract.communicator import known_to_peers
 
 DTYPES = (
     torch.float32,
@@ -117,13 +116,26 @@ def _name(code: int) -> str:
     return str(DTYPES[code]) if code >= 0 else "an unsupported dtype"
 
 
+E = TypeVar("E", bound=Exception)
+
+
+def alike(error: E) -> E:
+    """``error``, marked: every rank raises one at this call, so that all are in step after it."""
+    error._rl_comm_alike = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_alike(error: BaseException) -> bool:
+    return getattr(error, "_rl_comm_alike", False)
+
+
 @contextmanager
 def named(call: Call) -> Iterator[None]:
     """Ranks that disagree about several tensors know of their peers' but number and digest: each tells its own."""
     try:
         yield
     except ContractError as different:
-        raise known_to_peers(ContractError(f"{different}. This rank: {call.tensors()}")) from different
+        raise alike(ContractError(f"{different}. This rank: {call.tensors()}")) from different
 
 
 class Refusals:
@@ -310,7 +322,7 @@ def check_calls(calls: list[list[int]]) -> None:
     if other is None:
         return
     refusing = [str(r) for r, call in enumerate(calls) if call[-1]]
-    raise known_to_peers(
+    raise alike(
         ContractError(
             f"ranks make different calls: rank 0 has {Call.of(calls[0])}, rank {other} has {Call.of(calls[other])}; "
             + (f"refused on rank {', '.join(refusing)}, whose error says why; " if refusing else "")
@@ -323,7 +335,7 @@ def check_numbers(numbers: list[int]) -> None:
     """Refuse ranks that have made more calls of a communicator than others, though this one is alike on all."""
     other = next((r for r, number in enumerate(numbers) if number != numbers[0]), None)
     if other is not None:
-        raise known_to_peers(out_of_step(0, numbers[0], other, numbers[other]))
+        raise alike(out_of_step(0, numbers[0], other, numbers[other]))
 
 
 def out_of_step(rank: int, number: int, other: int, theirs: int) -> ContractError:

@@ -11,9 +11,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_comm.mover import Call, Mover
+from rl_comm.mover import Call, Mover, is_alike
 from rl_contract import ContractError
-from rl_contract.communicator import is_known_to_peers, known_to_peers
+from rl_contract.communicator import know
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,19 +74,17 @@ class InStep:
 
     def _leave(self, name: str, error: BaseException) -> None:
         """After ``error`` of a call: peers may have met another one, or wait for what this rank will not send."""
-        if self.world_size == 1 or is_known_to_peers(error):
+        know(error, self)
+        if self.world_size == 1 or is_alike(error):
             return
         self._failed = f"{name} ended with {type(error).__name__}: {error}"
-        known_to_peers(error)
         for mover in self._movers.values():
             leave: Callable[[], None] | None = getattr(mover, "leave", None)
             if leave is not None:
                 leave()
 
     def _out_of_step(self) -> Exception:
-        return known_to_peers(
-            ContractError(
-                f"this communicator is out of step since an earlier call on rank {self.rank} failed: {self._failed}; "
-                "make new communicators on all ranks, or restart the group"
-            )
+        return ContractError(
+            f"this communicator is out of step since an earlier call on rank {self.rank} failed: {self._failed}; "
+            "make new communicators on all ranks, or restart the group"
         )

@@ -1,7 +1,7 @@
 """What an operator may ask of its peers. rl-comm implements it; ``SingleRank`` is the world of one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch._guards import detect_fake_mode
@@ -46,42 +46,43 @@ def gather_each(comm: Communicator, tensors: Sequence[torch.Tensor]) -> list[tor
     return each(tensors)
 
 
-E = TypeVar("E", bound=BaseException)
-
-
-def known_to_peers(error: E) -> E:
-    """``error``, marked: the peers of this rank have been told, so that ``refuse`` need not."""
-    error._rl_known_to_peers = True  # type: ignore[attr-defined]
-    return error
-
-
-def is_known_to_peers(error: BaseException) -> bool:
-    return getattr(error, "_rl_known_to_peers", False)
-
-
 def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> NoReturn:
     """Raise ``problem``, which ends an operator on this rank, after each of ``peers`` has been told.
 
     Peers would wait for this rank in the operator's collectives. Each one's next call of the communicator raises
     ContractError naming this rank instead, and calls after that are in step. Nobody is waited for, and nothing is
-    exchanged where a compiler looks on, where the communicator itself has raised ``problem``, or in a world of one.
+    exchanged where a compiler looks on, with peers of a communicator that has raised ``problem``, or in a world of one.
 
     Args:
         peers: communicators and TokenShards the operator was given; what has no ``refuse`` is passed over.
         given: the operator's tensors; the first one says on which device peers make their call.
     """
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    if not is_known_to_peers(problem) and not torch.compiler.is_compiling() and detect_fake_mode(tensors) is None:
-        known_to_peers(problem)
+    if not torch.compiler.is_compiling() and detect_fake_mode(tensors) is None:
         for comm in peers:
-            tell: Callable[..., None] | None = getattr(comm, "refuse", None)
-            if tell is None:
-                continue
-            try:
-                tell(problem, device=next((x.device.type for x in tensors), ""))
-            except Exception as error:
-                problem.add_note(f"peers could not be told: {type(error).__name__}: {error}")
+            tell(comm, problem, next((x.device.type for x in tensors), ""))
     raise problem
+
+
+def tell(comm: Any, problem: Exception, device: str = "") -> None:
+    """Tell the peers of ``comm`` that this rank ends with ``problem``, if they do not know, and it can."""
+    say: Callable[..., None] | None = getattr(comm, "refuse", None)
+    if say is None or is_known(problem, comm):
+        return
+    know(problem, comm)
+    try:
+        say(problem, device=device)
+    except Exception as error:
+        problem.add_note(f"peers could not be told: {type(error).__name__}: {error}")
+
+
+def know(problem: BaseException, comm: Any) -> None:
+    """Note that the peers of ``comm`` know of ``problem``, or have met it themselves."""
+    problem._rl_known_by = (*getattr(problem, "_rl_known_by", ()), id(comm))  # type: ignore[attr-defined]
+
+
+def is_known(problem: BaseException, comm: Any) -> bool:
+    return id(comm) in getattr(problem, "_rl_known_by", ())
 
 
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from rl_contract.communicator import Communicator, gather_each
+from rl_contract.communicator import Communicator, gather_each, tell
 from rl_contract.errors import ContractError
 
 # how many elements are gathered at once, and how many tensors are filled in one call
@@ -85,10 +85,13 @@ class LaterShares:
         self._jobs: list[_Job] = []
         self._held = 0
         self._lost = ""
+        # where peers wait for a rank that fails by itself
+        self._device = ""
 
     def add(self, total: torch.Tensor) -> None:
         """Remember ``total``, in which this rank's own rows are right."""
         self._totals[id(total)] = total
+        self._device = total.device.type
 
     def defer(self, parts: list[torch.Tensor], order: torch.Tensor, use: Callable[..., object]) -> None:
         """Call ``use`` with what peers and this rank hold of each of ``parts``, in ``order``: soon, or with ``settle``.
@@ -99,6 +102,7 @@ class LaterShares:
             ContractError: as ``settle``.
         """
         self._refuse_lost()
+        self._device = parts[0].device.type
         self._jobs.append(_Job(parts, order, use, [part._version for part in parts]))
         # the same on every rank, as their parts are of one shape
         self._held += self.comm.world_size * sum(part.numel() * part.element_size() for part in parts)
@@ -127,10 +131,12 @@ class LaterShares:
 
     def _refuse_lost(self) -> None:
         if self._lost:
-            raise ContractError(
+            problem = ContractError(
                 f"weight gradients were lost when an earlier call failed ({self._lost}); clear them (zero_grad) and "
                 "compute them again"
             )
+            tell(self.comm, problem, self._device)
+            raise problem
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -141,6 +147,8 @@ class LaterShares:
             self.clear()
             # in words, since its frames hold what was gathered
             self._lost = f"{type(error).__name__}: {error}"[:400]
+            if isinstance(error, Exception):
+                tell(self.comm, error, self._device)
             raise
 
     @torch.no_grad()

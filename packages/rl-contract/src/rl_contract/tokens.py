@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rl_contract.checks import whole_number
-from rl_contract.communicator import Communicator, gather_each
+from rl_contract.communicator import Communicator, gather_each, refuse, tell
 from rl_contract.devices import to_device
 from rl_contract.errors import ContractError
 from rl_contract.shares import LaterShares, shares, take_over
@@ -61,9 +61,7 @@ class TokenShards:
 
     def refuse(self, problem: Exception, *, device: str = "") -> None:
         """Tell the ranks that hold the other tokens; see ``rl_contract.communicator.refuse``."""
-        tell: Callable[..., None] | None = getattr(self.comm, "refuse", None)
-        if tell is not None:
-            tell(problem, device=device)
+        tell(self.comm, problem, device)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows ``[n_r, ...]`` -> all tokens' rows ``[T, ...]`` in packed order. Moves bytes.
@@ -79,7 +77,10 @@ class TokenShards:
         Raises:
             ContractError: as ``gather``.
         """
-        return [every[self.order] for every in gather_each(self.comm, self._parts(tensors))]
+        try:
+            return [every[self.order] for every in gather_each(self.comm, self._parts(tensors))]
+        except Exception as problem:
+            refuse(problem, self.comm, given=tensors)
 
     def with_all(self, tensors: Sequence[torch.Tensor], use: Callable[..., object]) -> None:
         """``use(*gather_each(*tensors))``, which adds to a ``main_grad`` and returns None: now, or when ``later`` will.
@@ -87,7 +88,10 @@ class TokenShards:
         Raises:
             ContractError: as ``gather``.
         """
-        parts = self._parts(tensors)
+        try:
+            parts = self._parts(tensors)
+        except Exception as problem:
+            refuse(problem, self.comm, given=tensors)
         if self.later is not None:
             self.later.defer(parts, self.order, use)
         else:

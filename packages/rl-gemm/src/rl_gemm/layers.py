@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import require_tensor
+from rl_contract.communicator import refuse
 from rl_contract.gradients import add_onto, main_grad_of
 from rl_contract.tokens import check_peers
 from rl_gemm import ops
@@ -47,37 +48,40 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
-        comm, leaves, fused, column, tokens = ctx.how
-        boundary = "gemm.column" if column else "gemm.row"
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = dw = db = None
-        # a refused main_grad must leave the other as it was
-        if needs_weight:
-            main_grad_of(weight)
-        bias_onto = main_grad_of(bias) if needs_bias else None
-        if needs_x:
-            if column:
-                alone = comm is None or comm.world_size == 1
-                out_dtype = x.dtype if alone else torch.float32
-                dx = ops.grad_input(dy, weight, _local_leaves(leaves, comm), fused, boundary, out_dtype)
-                if not alone:
-                    dx = comm.all_reduce(dx, out_dtype=x.dtype)
-            else:
-                dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
-        if tokens is not None and needs_weight and not needs_bias and main_grad_of(weight) is not None:
-            tokens.with_all((dy, x), partial(_add_to_weight, weight, boundary, tokens))
-            return dx, *[None] * 8
-        if tokens is not None and needs_weight:
-            dy, x = tokens.gather_each(dy, x)
-        elif tokens is not None and needs_bias:
-            dy = tokens.gather(dy)
-        if needs_weight:
-            dw = _weight_gradient(weight, dy, x, boundary, tokens)
-        if needs_bias:
-            ones = torch.ones((len(dy), 1), dtype=dy.dtype, device=dy.device)
-            db = add_onto(bias_onto, bias, ops.grad_weight(dy, ones, boundary)[:, 0])
-        return dx, dw, db, None, None, None, None, None, None
+        try:
+            x, weight, bias = ctx.saved_tensors
+            comm, leaves, fused, column, tokens = ctx.how
+            boundary = "gemm.column" if column else "gemm.row"
+            needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+            dx = dw = db = None
+            # a refused main_grad must leave the other as it was
+            if needs_weight:
+                main_grad_of(weight)
+            bias_onto = main_grad_of(bias) if needs_bias else None
+            if needs_x:
+                if column:
+                    alone = comm is None or comm.world_size == 1
+                    out_dtype = x.dtype if alone else torch.float32
+                    dx = ops.grad_input(dy, weight, _local_leaves(leaves, comm), fused, boundary, out_dtype)
+                    if not alone:
+                        dx = comm.all_reduce(dx, out_dtype=x.dtype)
+                else:
+                    dx = ops.grad_input(dy, weight, 1, 1, boundary, x.dtype)
+            if tokens is not None and needs_weight and not needs_bias and main_grad_of(weight) is not None:
+                tokens.with_all((dy, x), partial(_add_to_weight, weight, boundary, tokens))
+                return dx, *[None] * 8
+            if tokens is not None and needs_weight:
+                dy, x = tokens.gather_each(dy, x)
+            elif tokens is not None and needs_bias:
+                dy = tokens.gather(dy)
+            if needs_weight:
+                dw = _weight_gradient(weight, dy, x, boundary, tokens)
+            if needs_bias:
+                ones = torch.ones((len(dy), 1), dtype=dy.dtype, device=dy.device)
+                db = add_onto(bias_onto, bias, ops.grad_weight(dy, ones, boundary)[:, 0])
+            return dx, dw, db, None, None, None, None, None, None
+        except Exception as problem:
+            refuse(problem, ctx.how[0], ctx.how[-1], given=(dy,))
 
 
 def _add_to_weight(weight: Tensor, boundary: str, tokens: TokenShards, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -198,12 +202,15 @@ def column_parallel_linear(
         ContractError: shapes or types outside the contract, or N not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
-    _check_shapes(x, weight, bias)
-    check_peers("column_parallel_linear", comm, tokens)
-    if not isinstance(fused, int) or isinstance(fused, bool) or fused not in (1, 2):
-        raise ContractError(f"fused={fused!r}; supported: 1, or 2 for a [gate; up] weight")
-    ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), fused)
-    return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True, tokens)
+    try:
+        _check_shapes(x, weight, bias)
+        check_peers("column_parallel_linear", comm, tokens)
+        if not isinstance(fused, int) or isinstance(fused, bool) or fused not in (1, 2):
+            raise ContractError(f"fused={fused!r}; supported: 1, or 2 for a [gate; up] weight")
+        ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), fused)
+        return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True, tokens)
+    except Exception as problem:
+        refuse(problem, comm, tokens, given=(x, weight))
 
 
 def row_parallel_linear(
@@ -234,10 +241,13 @@ def row_parallel_linear(
         ContractError: shapes or types outside the contract, or K not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
-    _check_shapes(x, weight, bias)
-    check_peers("row_parallel_linear", comm, tokens)
-    ops.check_leaves("K/t", x.shape[-1], _local_leaves(leaves, comm))
-    return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False, tokens)
+    try:
+        _check_shapes(x, weight, bias)
+        check_peers("row_parallel_linear", comm, tokens)
+        ops.check_leaves("K/t", x.shape[-1], _local_leaves(leaves, comm))
+        return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False, tokens)
+    except Exception as problem:
+        refuse(problem, comm, tokens, given=(x, weight))
 
 
 def linear(
@@ -316,13 +326,16 @@ def gate_up_swiglu(
         ContractError: shapes or types outside the contract, or N not divisible into the leaves.
         MissingSupport: a device without kernels.
     """
-    require_tensor("gate_up_swiglu", "x", x)
-    require_tensor("gate_up_swiglu", "weight", weight)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2, tokens=tokens))
-    _check_shapes(x, weight)
-    check_peers("gate_up_swiglu", comm, tokens)
-    ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), 2)
-    rows = _rows(x)
-    y = ops.gate_up_swiglu(rows, weight)
-    return y if rows is x else y.view(*x.shape[:-1], weight.shape[0] // 2)
+    try:
+        require_tensor("gate_up_swiglu", "x", x)
+        require_tensor("gate_up_swiglu", "weight", weight)
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return swiglu(column_parallel_linear(x, weight, comm=comm, leaves=leaves, fused=2, tokens=tokens))
+        _check_shapes(x, weight)
+        check_peers("gate_up_swiglu", comm, tokens)
+        ops.check_leaves("N/t", weight.shape[0], _local_leaves(leaves, comm), 2)
+        rows = _rows(x)
+        y = ops.gate_up_swiglu(rows, weight)
+        return y if rows is x else y.view(*x.shape[:-1], weight.shape[0] // 2)
+    except Exception as problem:
+        refuse(problem, comm, tokens, given=(x, weight))

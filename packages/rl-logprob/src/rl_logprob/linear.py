@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_contract import Communicator, ContractError, SingleRank, TokenShards
 from rl_contract.checks import whole_number
+from rl_contract.communicator import refuse
 from rl_contract.tokens import check_peers
 from rl_logprob import gpu, linear_cpu, linear_gpu, linear_shared, ops
 from rl_logprob.checks import check_targets, check_tensor, check_vocab, refuse_nonfinite, refuse_rows, row_temperature
@@ -122,44 +123,47 @@ def linear_logprob(
             another temperature, or, on a CPU, one that keeps no id of a row.
         MissingSupport: a device without kernels.
     """
-    check_peers("linear_logprob", comm, tokens)
-    comm = SingleRank() if comm is None else comm
-    check_vocab(vocab_size, vocab_tile)
-    _check(hidden, weight, vocab_size, vocab_tile, comm.world_size, leaves)
-    check_targets(targets, len(hidden), vocab_size)
-    if nonfinite not in ("raise", "nan"):
-        raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
-    if hidden.is_cuda:
-        gpu.check(hidden, weight, vocab_tile)
-    temp = row_temperature(temperature, len(hidden), hidden.device)
-    targets = targets.to(hidden.device, torch.int64).contiguous()
-    if keep_logits != "auto" and (not whole_number(keep_logits) or keep_logits < 0):
-        raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none, or 'auto'")
-    check_support(support, len(hidden), hidden.device, vocab_size, temperature)
-    if tokens is not None and isinstance(support, SupportIds):
-        raise ContractError(
-            "support is a list of ids beside tokens=TokenShards; supported: SupportKey, whose rows can be gathered"
-        )
-    if tokens is not None and not temp.numel():
-        # the short form of temperature 1 cannot be gathered
-        temp = torch.ones(len(hidden), dtype=torch.float32, device=hidden.device)
-    strict = nonfinite == "raise"
-    grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    room = 0 if not grad or not hidden.is_cuda else gpu.room(len(hidden)) if keep_logits == "auto" else keep_logits
-    given = (
-        hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, support,
-        return_rescued,
-    )  # fmt: skip
-    if grad or not hidden.is_cuda:
-        logp, entropy, rescued = _LinearLogprob.apply(
-            tokens, temperature if _by_row(temperature) else float(temperature), *given
-        )
-    else:
-        logp, entropy, rescued = _score(*given)[:3]
-    found = [logp]
-    found += [entropy] if return_entropy and entropy is not None else []
-    found += [rescued] if return_rescued and rescued is not None else []
-    return tuple(found) if len(found) > 1 else logp
+    try:
+        check_peers("linear_logprob", comm, tokens)
+        comm = SingleRank() if comm is None else comm
+        check_vocab(vocab_size, vocab_tile)
+        _check(hidden, weight, vocab_size, vocab_tile, comm.world_size, leaves)
+        check_targets(targets, len(hidden), vocab_size)
+        if nonfinite not in ("raise", "nan"):
+            raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
+        if hidden.is_cuda:
+            gpu.check(hidden, weight, vocab_tile)
+        temp = row_temperature(temperature, len(hidden), hidden.device)
+        targets = targets.to(hidden.device, torch.int64).contiguous()
+        if keep_logits != "auto" and (not whole_number(keep_logits) or keep_logits < 0):
+            raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none, or 'auto'")
+        check_support(support, len(hidden), hidden.device, vocab_size, temperature)
+        if tokens is not None and isinstance(support, SupportIds):
+            raise ContractError(
+                "support is a list of ids beside tokens=TokenShards; supported: SupportKey, whose rows can be gathered"
+            )
+        if tokens is not None and not temp.numel():
+            # the short form of temperature 1 cannot be gathered
+            temp = torch.ones(len(hidden), dtype=torch.float32, device=hidden.device)
+        strict = nonfinite == "raise"
+        grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        room = 0 if not grad or not hidden.is_cuda else gpu.room(len(hidden)) if keep_logits == "auto" else keep_logits
+        given = (
+            hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, support,
+            return_rescued,
+        )  # fmt: skip
+        if grad or not hidden.is_cuda:
+            logp, entropy, rescued = _LinearLogprob.apply(
+                tokens, temperature if _by_row(temperature) else float(temperature), *given
+            )
+        else:
+            logp, entropy, rescued = _score(*given)[:3]
+        found = [logp]
+        found += [entropy] if return_entropy and entropy is not None else []
+        found += [rescued] if return_rescued and rescued is not None else []
+        return tuple(found) if len(found) > 1 else logp
+    except Exception as problem:
+        refuse(problem, comm, tokens, given=(hidden, weight))
 
 
 def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, world: int, leaves: int) -> None:
@@ -239,23 +243,32 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, dlogp: Tensor, dentropy: Tensor, _rescued: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, state = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
-        if not ctx.with_entropy:
-            dentropy = dlogp.new_empty(0)
-        rows = [hidden, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous()]
-        if ctx.tokens is None or not needs_weight:
-            grads = _gradients(
-                ctx, ctx.comm, weight, *rows, support=ctx.support, needs_hidden=needs_hidden, needs_weight=needs_weight
-            )
-            return None, None, *grads, *[None] * 11
-        dhidden = None
-        if needs_hidden:
-            dhidden = _gradients(
-                ctx, ctx.comm, weight, *rows, support=ctx.support, needs_hidden=True, needs_weight=False
-            )[0]
-        ctx.logits = None
-        return None, None, dhidden, linear_shared.weight_gradient(_gradients, ctx, weight, rows), *[None] * 11
+        try:
+            hidden, weight, targets, temperature, state = ctx.saved_tensors
+            needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
+            if not ctx.with_entropy:
+                dentropy = dlogp.new_empty(0)
+            rows = [hidden, targets, temperature, state, dlogp.contiguous(), dentropy.contiguous()]
+            if ctx.tokens is None or not needs_weight:
+                grads = _gradients(
+                    ctx,
+                    ctx.comm,
+                    weight,
+                    *rows,
+                    support=ctx.support,
+                    needs_hidden=needs_hidden,
+                    needs_weight=needs_weight,
+                )
+                return None, None, *grads, *[None] * 11
+            dhidden = None
+            if needs_hidden:
+                dhidden = _gradients(
+                    ctx, ctx.comm, weight, *rows, support=ctx.support, needs_hidden=True, needs_weight=False
+                )[0]
+            ctx.logits = None
+            return None, None, dhidden, linear_shared.weight_gradient(_gradients, ctx, weight, rows), *[None] * 11
+        except Exception as problem:
+            refuse(problem, ctx.comm, ctx.tokens, given=(dlogp,))
 
 
 def _gradients(

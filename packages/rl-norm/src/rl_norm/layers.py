@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import require_tensor
+from rl_contract.communicator import refuse
 from rl_contract.gradients import add_onto, main_grad_of
 from rl_contract.tokens import check_peers
 from rl_norm import ops
@@ -52,24 +53,27 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        stream, weight, rstd = ctx.saved_tensors
-        comm, heads, leaves, added, tokens = ctx.how
-        needs_x, needs_weight, needs_residual, *_ = ctx.needs_input_grad
-        dx, dw = dstream, None
-        if dy is not None:
-            if needs_x or needs_residual:
-                dx = ops.grad_input(dy, stream, weight, rstd, dstream)
-            if needs_weight:
-                into = partial(_weight_gradient, weight, heads, leaves, comm)
-                if tokens is None:
-                    dw = into(dy, stream, rstd)
-                else:
-                    rows = [t.reshape(-1, heads, *t.shape[1:]) for t in (dy, stream, rstd)]
-                    if main_grad_of(weight) is not None:
-                        tokens.with_all(rows, into)
+        try:
+            stream, weight, rstd = ctx.saved_tensors
+            comm, heads, leaves, added, tokens = ctx.how
+            needs_x, needs_weight, needs_residual, *_ = ctx.needs_input_grad
+            dx, dw = dstream, None
+            if dy is not None:
+                if needs_x or needs_residual:
+                    dx = ops.grad_input(dy, stream, weight, rstd, dstream)
+                if needs_weight:
+                    into = partial(_weight_gradient, weight, heads, leaves, comm)
+                    if tokens is None:
+                        dw = into(dy, stream, rstd)
                     else:
-                        dw = into(*tokens.gather_each(*rows))
-        return dx, dw, dx if added else None, None, None, None, None, None
+                        rows = [t.reshape(-1, heads, *t.shape[1:]) for t in (dy, stream, rstd)]
+                        if main_grad_of(weight) is not None:
+                            tokens.with_all(rows, into)
+                        else:
+                            dw = into(*tokens.gather_each(*rows))
+            return dx, dw, dx if added else None, None, None, None, None, None
+        except Exception as problem:
+            refuse(problem, ctx.how[0], ctx.how[-1], given=(dy, dstream))
 
 
 def _weight_gradient(
@@ -112,41 +116,46 @@ def rms_norm(
         ContractError: shapes, types, eps or leaves outside the contract.
         MissingSupport: a device without kernels.
     """
-    require_tensor("rms_norm", "x", x)
-    require_tensor("rms_norm", "weight", weight)
-    if residual is not None:
-        require_tensor("rms_norm", "residual", residual)
-    if x.dim() < 1 or x.shape[-1] == 0:
-        raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
-        raise ContractError(
-            f"rms_norm got eps={eps!r}; supported: a positive normal fp32, as a Python number; convert it"
-        )
-    if residual is not None and residual.shape != x.shape:
-        raise ContractError(f"rms_norm got residual {tuple(residual.shape)} for x {tuple(x.shape)}; needs one shape")
-    check_peers("rms_norm", comm, tokens)
-    heads = own = 1
-    if comm is not None or leaves != 1 or not isinstance(leaves, int) or isinstance(leaves, bool):
-        if x.dim() < 3:
+    try:
+        require_tensor("rms_norm", "x", x)
+        require_tensor("rms_norm", "weight", weight)
+        if residual is not None:
+            require_tensor("rms_norm", "residual", residual)
+        if x.dim() < 1 or x.shape[-1] == 0:
+            raise ContractError(f"rms_norm got x {tuple(x.shape)}; needs [..., H] with H > 0")
+        if not isinstance(eps, (int, float)) or isinstance(eps, bool):
             raise ContractError(
-                f"rms_norm got comm or leaves with x {tuple(x.shape)}; they need [..., heads, D]; leave them out"
+                f"rms_norm got eps={eps!r}; supported: a positive normal fp32, as a Python number; convert it"
             )
-        heads = x.shape[-2]
-        own = _head_leaves(heads, leaves, 1 if comm is None else comm.world_size)
-    # rows as they are need no view, here nor in the gradient
-    flat, width = x.dim() == 2, x.shape[-1]
-    rows = x if flat else x.reshape(-1, width)
-    add = residual if flat or residual is None else residual.reshape(-1, width)
-    if torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
-    ):
-        result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own, tokens)
-    elif add is None:
-        result = ops.rms_norm(rows, weight, float(eps))[0]
-    else:
-        result = ops.add_rms_norm(rows, add, weight, float(eps))[:2]
-    if flat:
-        return result
-    if residual is None:
-        return result.view(x.shape)
-    return result[0].view(x.shape), result[1].view(x.shape)
+        if residual is not None and residual.shape != x.shape:
+            raise ContractError(
+                f"rms_norm got residual {tuple(residual.shape)} for x {tuple(x.shape)}; needs one shape"
+            )
+        check_peers("rms_norm", comm, tokens)
+        heads = own = 1
+        if comm is not None or leaves != 1 or not isinstance(leaves, int) or isinstance(leaves, bool):
+            if x.dim() < 3:
+                raise ContractError(
+                    f"rms_norm got comm or leaves with x {tuple(x.shape)}; they need [..., heads, D]; leave them out"
+                )
+            heads = x.shape[-2]
+            own = _head_leaves(heads, leaves, 1 if comm is None else comm.world_size)
+        # rows as they are need no view, here nor in the gradient
+        flat, width = x.dim() == 2, x.shape[-1]
+        rows = x if flat else x.reshape(-1, width)
+        add = residual if flat or residual is None else residual.reshape(-1, width)
+        if torch.is_grad_enabled() and (
+            x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
+        ):
+            result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own, tokens)
+        elif add is None:
+            result = ops.rms_norm(rows, weight, float(eps))[0]
+        else:
+            result = ops.add_rms_norm(rows, add, weight, float(eps))[:2]
+        if flat:
+            return result
+        if residual is None:
+            return result.view(x.shape)
+        return result[0].view(x.shape), result[1].view(x.shape)
+    except Exception as problem:
+        refuse(problem, comm, tokens, given=(x, weight))
