@@ -102,6 +102,8 @@ def run_rank(rank, folder):
             with pytest.raises(Exception, match="float16"):
                 compiled(torch.ones(4, 64).half(), torch.ones(32, 64).half(), comm=comm, leaves=WORLD)
         assert float(comm.all_reduce(torch.ones(1))) == WORLD
+    # gloo's own thread gives back what the last call moved, for which it needs an interpreter that still runs
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 
