@@ -86,7 +86,7 @@ def run_rank(rank, folder):
         for odd in range(WORLD):
             for what, call in operators(comm, tokens, rank == odd).items():
                 began = time.monotonic()
-                with pytest.raises(Exception) as raised:  # noqa: PT011 - looked at below
+                with pytest.raises(Exception) as raised:
                     call()
                 assert isinstance(raised.value, ContractError), (what, raised.value)
                 told = f"rank {odd} has refused an operator that would have called"
