@@ -123,7 +123,7 @@ def test_kernels_compile(arch, world, rank, name):
     assert sum("ld.global.cg.v4" in line for line in lines) == (1 + meetings) * (world - 1)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_that_come_when_they_like_get_the_trees_bits(tmp_path, world):
     assert interpreted(tmp_path, world) == [0] * world
 
