@@ -368,10 +368,7 @@ def check_told(rank, world):
     for times in (1, 2):
         if rank == last:
             for _ in range(times):
-                problem = ContractError("x is torch.float16")
-                with pytest.raises(ContractError) as raised:
-                    refuse(problem, None, comm, given=(None, torch.ones(1)))
-                assert raised.value is problem
+                refuse(ContractError("x is torch.float16"), None, comm, given=(None, torch.ones(1)))
         else:
             for _ in range(times):
                 match = f"rank {last} has refused an operator that would have called; refused on rank {last}, whose"
@@ -380,15 +377,13 @@ def check_told(rank, world):
         assert float(comm.all_reduce(torch.full((3,), float(rank)))[2]) == sum(range(world))
     # all alike
     for _ in range(3):
-        with pytest.raises(MissingSupport, match=r"^no kernels$"):
-            refuse(MissingSupport("no kernels"), comm)
+        refuse(MissingSupport("no kernels"), comm)
     assert float(comm.all_reduce(torch.ones(1))) == world
     # what the communicator has raised itself is told already, and a compiler's look says nothing
     with pytest.raises(ContractError, match="make different calls") as raised:
         comm.all_gather(torch.ones(3 + (rank == 0)))
-    with pytest.raises(ContractError, match="make different calls"):
-        refuse(raised.value, comm)
-    with FakeTensorMode(), pytest.raises(ContractError, match="fake"):
+    refuse(raised.value, comm)
+    with FakeTensorMode():
         refuse(ContractError("fake"), comm)
     assert float(comm.all_reduce(torch.ones(1))) == world
 

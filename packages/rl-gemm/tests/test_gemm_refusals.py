@@ -152,3 +152,36 @@ def test_graph_traced_equals_eager():
     for m in (1, 3, 70):
         x = torch.randn(m, 64).to(torch.bfloat16)
         assert torch.equal(traced(x), block(x))
+
+
+def test_gradient_of_a_matrix_times_itself_is_whole_when_compiled():
+    g = torch.Generator().manual_seed(3)
+    x, grad = torch.randn(64, 64, generator=g).bfloat16(), torch.randn(64, 64, generator=g).bfloat16()
+    found = []
+    for compiled in (False, True):
+        leaf = x.clone().requires_grad_()
+        call = lambda a: rl_gemm.linear(a, a)  # noqa: E731
+        (torch.compile(call, fullgraph=True, backend="eager") if compiled else call)(leaf).backward(grad)
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+def test_main_grad_of_a_matrix_times_itself_is_found_when_compiled():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    found = []
+    for compiled in (False, True):
+        leaf = torch.nn.Parameter(x.clone())
+        leaf.main_grad = torch.zeros(64, 64)
+        call = lambda a: rl_gemm.linear(a, a)  # noqa: E731
+        (torch.compile(call, backend="eager") if compiled else call)(leaf).sum().backward()
+        found.append(leaf.main_grad)
+    assert torch.equal(*found)
+    assert found[0].abs().max() > 0
+
+
+def test_a_refusal_keeps_its_words_and_type_where_a_compiler_looks_on():
+    x, weight = torch.ones(4, 64).bfloat16(), torch.ones(8, 32).bfloat16()
+    for call in (rl_gemm.column_parallel_linear, rl_gemm.row_parallel_linear):
+        torch._dynamo.reset()
+        with pytest.raises(ContractError, match=r"weight \(8, 32\); needs x"):
+            torch.compile(call, backend="eager")(x, weight)

@@ -20,6 +20,7 @@ from rl_contract import Communicator, ContractError
 from rl_contract.checks import require_tensor, whole_number
 from rl_contract.communicator import gather_each, refuse
 from rl_contract.devices import to_device
+from rl_contract.gradients import apart
 from rl_contract.profile import KEY_TILE, SEGMENT
 from rl_contract.tokens import check_peers
 
@@ -201,6 +202,7 @@ class _ContextParallel(torch.autograd.Function):
             return dq, dk, dv, *([None] * 5)
         except Exception as problem:
             refuse(problem, ctx.comm, given=grads)
+            raise
 
 
 def _gather(comm: Communicator, order: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -261,7 +263,9 @@ def context_parallel_attention(
                 "of a sequence as queries, which a rank's rows are not; use 'segments', or one rank"
             )
         check_call("context_parallel_attention", q, k, v, scale, key_tile, segment, variants)
+        q, k, v = apart(q, k, v)
         out, lse = _ContextParallel.apply(q, k, v, cut, comm, float(scale), key_tile, segment)
         return (out, lse) if return_lse else out
     except Exception as problem:
         refuse(problem, comm, given=(q, k, v))
+        raise

@@ -1,7 +1,7 @@
 """What an operator may ask of its peers. rl-comm implements it; ``SingleRank`` is the world of one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch._guards import detect_fake_mode
@@ -46,8 +46,8 @@ def gather_each(comm: Communicator, tensors: Sequence[torch.Tensor]) -> list[tor
     return each(tensors)
 
 
-def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> NoReturn:
-    """Raise ``problem``, which ends an operator on this rank, after each of ``peers`` has been told.
+def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> None:
+    """Tell each of ``peers`` of ``problem``, which ends an operator on this rank, before the operator raises it.
 
     Peers would wait for this rank in the operator's collectives. Each one's next call of the communicator raises
     ContractError naming this rank instead, and calls after that are in step. Nobody is waited for, and nothing is
@@ -61,7 +61,6 @@ def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> NoRetu
     if not torch.compiler.is_compiling() and detect_fake_mode(tensors) is None:
         for comm in peers:
             tell(comm, problem, next((x.device.type for x in tensors), ""))
-    raise problem
 
 
 def tell(comm: Any, problem: Exception, device: str = "") -> None:

@@ -6,6 +6,20 @@ from rl_contract.errors import ContractError
 from rl_contract.memory import distinct
 
 
+def apart(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``tensors``, those that came before as views of themselves, for a ``torch.autograd.Function`` under a compiler.
+
+    PyTorch's compiler takes a tensor that a Function is given twice for one argument: 2.11 then loses a gradient
+    (pytorch#183604), later ones do not trace the call. The first place keeps the tensor itself and its attributes.
+    """
+    if not torch.compiler.is_compiling():
+        return tensors
+    found: list[torch.Tensor] = []
+    for x in tensors:
+        found.append(x.view_as(x) if any(x is other for other in found) else x)
+    return tuple(found)
+
+
 def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     """``weight.main_grad``, or None where it is absent or None.
 

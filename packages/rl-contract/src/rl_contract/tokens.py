@@ -81,6 +81,7 @@ class TokenShards:
             return [every[self.order] for every in gather_each(self.comm, self._parts(tensors))]
         except Exception as problem:
             refuse(problem, self.comm, given=tensors)
+            raise
 
     def with_all(self, tensors: Sequence[torch.Tensor], use: Callable[..., object]) -> None:
         """``use(*gather_each(*tensors))``, which adds to a ``main_grad`` and returns None: now, or when ``later`` will.
@@ -92,6 +93,7 @@ class TokenShards:
             parts = self._parts(tensors)
         except Exception as problem:
             refuse(problem, self.comm, given=tensors)
+            raise
         if self.later is not None:
             self.later.defer(parts, self.order, use)
         else:

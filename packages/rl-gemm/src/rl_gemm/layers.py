@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import require_tensor
 from rl_contract.communicator import refuse
-from rl_contract.gradients import add_onto, main_grad_of
+from rl_contract.gradients import add_onto, apart, main_grad_of
 from rl_contract.tokens import check_peers
 from rl_gemm import ops
 
@@ -82,6 +82,7 @@ class _Linear(torch.autograd.Function):
             return dx, dw, db, None, None, None, None, None, None
         except Exception as problem:
             refuse(problem, ctx.how[0], ctx.how[-1], given=(dy,))
+            raise
 
 
 def _add_to_weight(weight: Tensor, boundary: str, tokens: TokenShards, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -161,6 +162,7 @@ def _apply(
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
+        weight, rows = apart(weight, rows)
         y = _Linear.apply(rows, weight, bias, comm, leaves, fused, out_dtype, column, tokens)
     else:
         y = _forward(rows, weight, bias, comm, leaves, out_dtype, column)
@@ -211,6 +213,7 @@ def column_parallel_linear(
         return _apply(x, weight, bias, comm, leaves, fused, out_dtype, True, tokens)
     except Exception as problem:
         refuse(problem, comm, tokens, given=(x, weight))
+        raise
 
 
 def row_parallel_linear(
@@ -248,6 +251,7 @@ def row_parallel_linear(
         return _apply(x, weight, bias, comm, leaves, 1, out_dtype, False, tokens)
     except Exception as problem:
         refuse(problem, comm, tokens, given=(x, weight))
+        raise
 
 
 def linear(
@@ -339,3 +343,4 @@ def gate_up_swiglu(
         return y if rows is x else y.view(*x.shape[:-1], weight.shape[0] // 2)
     except Exception as problem:
         refuse(problem, comm, tokens, given=(x, weight))
+        raise

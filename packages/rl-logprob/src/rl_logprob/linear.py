@@ -11,6 +11,7 @@ from torch import Tensor
 from rl_contract import Communicator, ContractError, SingleRank, TokenShards
 from rl_contract.checks import whole_number
 from rl_contract.communicator import refuse
+from rl_contract.gradients import apart
 from rl_contract.tokens import check_peers
 from rl_logprob import gpu, linear_cpu, linear_gpu, linear_shared, ops
 from rl_logprob.checks import check_targets, check_tensor, check_vocab, refuse_nonfinite, refuse_rows, row_temperature
@@ -147,6 +148,8 @@ def linear_logprob(
             temp = torch.ones(len(hidden), dtype=torch.float32, device=hidden.device)
         strict = nonfinite == "raise"
         grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        if grad:
+            weight, hidden = apart(weight, hidden)
         room = 0 if not grad or not hidden.is_cuda else gpu.room(len(hidden)) if keep_logits == "auto" else keep_logits
         given = (
             hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, support,
@@ -164,6 +167,7 @@ def linear_logprob(
         return tuple(found) if len(found) > 1 else logp
     except Exception as problem:
         refuse(problem, comm, tokens, given=(hidden, weight))
+        raise
 
 
 def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, world: int, leaves: int) -> None:
@@ -269,6 +273,7 @@ class _LinearLogprob(torch.autograd.Function):
             return None, None, dhidden, linear_shared.weight_gradient(_gradients, ctx, weight, rows), *[None] * 11
         except Exception as problem:
             refuse(problem, ctx.comm, ctx.tokens, given=(dlogp,))
+            raise
 
 
 def _gradients(

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import require_tensor
 from rl_contract.communicator import refuse
-from rl_contract.gradients import add_onto, main_grad_of
+from rl_contract.gradients import add_onto, apart, main_grad_of
 from rl_contract.tokens import check_peers
 from rl_norm import ops
 
@@ -74,6 +74,7 @@ class _RMSNorm(torch.autograd.Function):
             return dx, dw, dx if added else None, None, None, None, None, None
         except Exception as problem:
             refuse(problem, ctx.how[0], ctx.how[-1], given=(dy, dstream))
+            raise
 
 
 def _weight_gradient(
@@ -147,6 +148,8 @@ def rms_norm(
         if torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
         ):
+            if add is not None:
+                rows, add = apart(rows, add)
             result = _RMSNorm.apply(rows, weight, add, float(eps), comm, heads, own, tokens)
         elif add is None:
             result = ops.rms_norm(rows, weight, float(eps))[0]
@@ -159,3 +162,4 @@ def rms_norm(
         return result[0].view(x.shape), result[1].view(x.shape)
     except Exception as problem:
         refuse(problem, comm, tokens, given=(x, weight))
+        raise
