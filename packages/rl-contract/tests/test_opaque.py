@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_contract import ContractError
+from rl_contract import ContractError, opaque
 from rl_contract.opaque import opaque_op
 
 
@@ -102,12 +102,19 @@ LOST = {
 }
 
 
+looks_into_transforms = pytest.mark.skipif(
+    not opaque.TRANSFORMS, reason="this PyTorch's compiler traces no such kernel"
+)
+
+
+@looks_into_transforms
 @pytest.mark.parametrize("how", LOST)
 def test_transforms_that_would_take_zeros_for_a_gradient_are_refused(how):
     with pytest.raises(ContractError, match=r"requires grad.*no_grad|forward-mode"):
         LOST[how](torch.randn(3))
 
 
+@looks_into_transforms
 @pytest.mark.parametrize("how", ["grad", "vjp", "vmap of grad", "grad of vmap", "jvp"])
 def test_a_compiler_refuses_them_too(how):
     for backend in ("eager", "aot_eager"):
@@ -145,7 +152,9 @@ def test_transforms_that_lose_nothing_have_the_bits_of_plain_calls(op, how):
     x = torch.randn(4, 3)
     wanted = op(x)
     assert torch.equal(KEPT[how](op, x), wanted)
-    assert torch.equal(torch.compile(lambda x: KEPT[how](op, x), backend="eager")(x), wanted)
+    # of its own accord, an earlier compiler does not trace this one
+    if opaque.TRANSFORMS or how != "vmap in grad":
+        assert torch.equal(torch.compile(lambda x: KEPT[how](op, x), backend="eager")(x), wanted)
 
 
 def test_a_gradient_around_a_transform_flows_through_a_registered_one():

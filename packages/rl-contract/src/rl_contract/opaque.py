@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
+from torch.torch_version import TorchVersion
 
 from rl_contract.errors import ContractError
 
@@ -26,6 +27,9 @@ def _keys(*names: str) -> Any:
     return found
 
 
+# before 2.13, PyTorch's compiler can't trace a kernel of ours inside a transform of torch.func; there the dispatcher's own
+# way on is left alone, which takes an operator without a gradient for a constant
+TRANSFORMS = torch.__version__ >= TorchVersion("2.13")
 # what torch.func shuts out of the dispatcher while one of its transforms handles a call, to be let in again below it
 _BELOW = _keys(
     *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchBatched", "FuncTorchVmapMode"),
@@ -88,7 +92,7 @@ class OpaqueOp:
         self._written = [i for i, argument in enumerate(arguments) if argument.name in mutates_args]
         self._differentiable = False
         self.register_kernel(device_type)(function)
-        if self._tensors:
+        if self._tensors and TRANSFORMS:
             self._library.impl(short, self._transformed, "FuncTorchDynamicLayerBackMode")
 
     def register_kernel(self, device_type: str | None) -> Callable[[_Function], _Function]:
