@@ -27,7 +27,7 @@ def _keys(*names: str) -> Any:
     return found
 
 
-# before 2.13, PyTorch's compiler can't trace a kernel of ours inside a transform of torch.func; there the dispatcher's own
+# before 2.13, PyTorch's compiler can't trace a kernel of ours inside a transform of torch.func; the dispatcher's own
 # way on is left alone, which takes an operator without a gradient for a constant
 TRANSFORMS = torch.__version__ >= TorchVersion("2.13")
 # what torch.func shuts out of the dispatcher while one of its transforms handles a call, to be let in again below it
