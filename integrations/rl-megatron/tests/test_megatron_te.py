@@ -325,7 +325,9 @@ def test_a_broken_installation_is_named_where_megatron_is_first_imported(imports
     assert kind == "MissingSupport"
     assert words.startswith("rl_megatron.TrainerRank: megatron-core imports TransformerEngine, whose installation (")
     assert f"{case}/transformer_engine" in words
-    assert BROKEN[case][1] in words
+    # later versions of Megatron ask the module itself
+    asked = "AttributeError: module 'transformer_engine' has no attribute '__version__'"
+    assert BROKEN[case][1] in words or (case in ("namespace", "no version") and asked in words)
     assert "pip uninstall transformer-engine" in words
 
 

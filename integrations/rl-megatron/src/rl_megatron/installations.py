@@ -5,6 +5,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
+from types import ModuleType
 from typing import NamedTuple
 
 
@@ -54,10 +55,17 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _culprit(cause: BaseException) -> _Optional | None:
+    # what Megatron asked of the package itself
+    if found := _known(getattr(cause, "obj", None)):
+        return found
     # its own code runs, or Megatron's that asks for its version; the outermost one imported the others
     for frame, _ in walk_tb(cause.__traceback__):
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if found := _KNOWN.get(package) or _READERS.get(frame.f_code.co_name):
+            return found
+        # a module of Megatron's that compares its version as it is imported
+        held = map(_known, frame.f_globals.values()) if package == "megatron" else iter(())
+        if type(cause).__name__ == "InvalidVersion" and (found := next(filter(None, held), None)):
             return found
     if isinstance(cause, SyntaxError):
         # no line of it has run
@@ -70,6 +78,10 @@ def _culprit(cause: BaseException) -> _Optional | None:
     if absent and name in _KNOWN:
         return None
     return _KNOWN.get(name.partition(".")[0])
+
+
+def _known(module: object) -> _Optional | None:
+    return _KNOWN.get(module.__name__.partition(".")[0]) if isinstance(module, ModuleType) else None
 
 
 def _place(package: str) -> str:
