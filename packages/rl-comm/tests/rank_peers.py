@@ -74,6 +74,8 @@ class Rank:
             parts = self.partials((8, 16), 5)
             want = tree_sum(list(parts)).chunk(self.world, dim)[self.rank]
             assert torch.equal(comm.reduce_scatter(parts[self.rank], dim=dim), want)
+            lying = parts[self.rank].t().contiguous().t()
+            assert torch.equal(comm.reduce_scatter(lying, dim=dim), want)
         return compared
 
     def moves(self, comm):

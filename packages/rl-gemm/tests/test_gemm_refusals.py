@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rl_gemm
-from rl_contract import ContractError, MissingSupport, Settings
+from rl_contract import ContractError, MissingSupport, Settings, SingleRank
 from rl_gemm import contract, ops
 
 SETTINGS = Settings(hidden_size=64, vocab_size=100, norm_eps=1e-6, rope={"theta": 1e4, "rotary_dim": 16}, leaves=4)
@@ -185,3 +185,32 @@ def test_a_refusal_keeps_its_words_and_type_where_a_compiler_looks_on():
         torch._dynamo.reset()
         with pytest.raises(ContractError, match=r"weight \(8, 32\); needs x"):
             torch.compile(call, backend="eager")(x, weight)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_activation_checkpointing_is_no_refusal(early_stop):
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    class Peers(SingleRank):
+        said = ()
+
+        def refuse(self, problem, *, device=""):
+            self.said = (*self.said, problem)
+
+    comm, grads = Peers(), []
+    g = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(size, generator=g).bfloat16() for size in ((4, 64), (64, 64)))
+
+    def block(a):
+        return rl_gemm.column_parallel_linear(rl_gemm.row_parallel_linear(a, weight, comm=comm), weight, comm=comm)
+
+    for call in (block, lambda a: checkpoint(block, a, use_reentrant=False)):
+        leaf = x.clone().requires_grad_()
+        with set_checkpoint_early_stop(early_stop):
+            call(leaf).sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+    assert comm.said == ()
+    with pytest.raises(ContractError):
+        rl_gemm.row_parallel_linear(x, weight[:, :32], comm=comm)
+    assert len(comm.said) == 1

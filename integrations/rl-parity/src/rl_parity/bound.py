@@ -139,18 +139,25 @@ def check_status(run: RunDirectory, manifest: Mapping[str, Any], records: Mappin
 
 
 def check_evidence(
-    run: RunDirectory, arm: str, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+    run: RunDirectory,
+    arm: str,
+    manifest: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    evidence: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise ContractError where evidence is missing, or shows no such workers, contracts or kernels as the run had.
 
     Each sitting's entry stands for its own steps: what one shows says nothing of another.
+
+    Args:
+        evidence: what the file would hold; by default what it holds.
     """
     path, status = run.root / arm / "evidence.json", manifest["status"]
     # written when a sitting ends; one that runs or was killed may have none yet
     if status == "running" and not path.is_file():
         return
     read_object(path)
-    evidence = run.evidence(arm)
+    evidence = run.evidence(arm) if evidence is None else evidence
     require(path, evidence, {"train": dict, "rollout": dict})
     for problem in _of_sittings(arm, evidence, manifest, records):
         raise ContractError(f"{path}: {problem}; {REPAIR}")

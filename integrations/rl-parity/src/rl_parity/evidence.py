@@ -1,6 +1,7 @@
 """What the workers of an arm counted and what its pushes went through, as files of the run directory."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rl_parity import sittings
@@ -56,16 +57,23 @@ def write_untold(directory: RunDirectory) -> None:
     manifest = {**directory.manifest(), "status": "ended"}
     for arm in directory.arms():
         path, evidence = directory.root / arm / "evidence.json", directory.evidence(arm)
-        steps = len(directory.steps(arm, torn=True))
-        untold = [_untold(number) for number in sittings.unheard(manifest, arm, steps, evidence)]
-        if not evidence:
-            *earlier, last = untold or [_untold(max(0, len(manifest.get("sittings") or ()) - 1))]
-            write_json(path, {**last, **({"earlier": earlier} if earlier else {})})
-        elif untold and all("sitting" in entry for entry in sittings.entries(evidence)):
-            # what the last sitting counted stays where readers look for it
-            write_json(path, {**evidence, "earlier": [*untold, *(evidence.get("earlier") or [])]})
+        whole = with_untold(evidence, manifest, arm, len(directory.steps(arm, torn=True)))
+        if whole != evidence:
+            write_json(path, whole)
         if not path.with_name("sync.json").is_file():
             write_json(path.with_name("sync.json"), [])
+
+
+def with_untold(evidence: Mapping[str, Any], manifest: Mapping[str, Any], arm: str, steps: int) -> dict[str, Any]:
+    """``evidence`` with an entry for each sitting that was killed before its workers were asked."""
+    untold = [_untold(number) for number in sittings.unheard(manifest, arm, steps, evidence)]
+    if not evidence:
+        *earlier, last = untold or [_untold(max(0, len(manifest.get("sittings") or ()) - 1))]
+        return {**last, **({"earlier": earlier} if earlier else {})}
+    if untold and all("sitting" in entry for entry in sittings.entries(evidence)):
+        # what the last sitting counted stays where readers look for it
+        return {**evidence, "earlier": [*untold, *(evidence.get("earlier") or [])]}
+    return dict(evidence)
 
 
 def _untold(number: int) -> dict[str, Any]:

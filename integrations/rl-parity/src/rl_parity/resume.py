@@ -13,6 +13,7 @@ from typing import Any
 from rl_contract import ContractError
 from rl_parity import bound, native, preflight_options, sittings, state, verify
 from rl_parity.config import CHANGEABLE, RunConfig
+from rl_parity.evidence import with_untold
 from rl_parity.jsonfile import lines, parse, read_text
 from rl_parity.manifest import check_manifest, weight_algorithm
 from rl_parity.models import spec_of
@@ -191,8 +192,12 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
 
 def _told(directory: RunDirectory, arm: str, manifest: Mapping[str, Any], point: Point) -> None:
     """Raise where an arm has nothing left to do, and would finish without evidence of what its workers launched."""
+    finished = {**manifest, "status": "finished"}
     try:
-        bound.check_evidence(directory, arm, {**manifest, "status": "finished"}, point.records)
+        held = directory.evidence(arm)
+        # sittings that were killed are told of when this one ends
+        whole = with_untold(held, finished, arm, len(point.records)) if held else None
+        bound.check_evidence(directory, arm, finished, point.records, whole)
     except ContractError as error:
         raise ContractError(
             f"--resume {directory.root}: all {point.step} steps of the {arm} arm are done, and nothing shows what "

@@ -385,7 +385,7 @@ class TreeCommunicator(InStep):
             if dim not in (0, -partial.dim())
             else (partial.reshape(self.world_size, partial.shape[0] // self.world_size, *partial.shape[1:]))
         )
-        out = self._sum_slices(call, slices.view(self.world_size, -1), out_dtype)
+        out = self._sum_slices(call, slices.reshape(self.world_size, -1), out_dtype)
         self._record("reduce_scatter", "two-shot", partial)
         return out.view(slices.shape[1:])
 

@@ -59,6 +59,11 @@ class NcclMover:
         if not call.agreed:
             self._agreement.agree(call)
 
+    @property
+    def tells(self) -> bool:
+        """Whether a refusal can be said without waiting."""
+        return not isinstance(self._agreement, Signatures)
+
     def refuse(self, call: Call) -> None:
         """Say that this rank refuses ``call``, without waiting for its peers."""
         self._agreement.refuse(call)
@@ -171,6 +176,7 @@ class StagedMover:
     def __init__(self, host: Mover, rank: int) -> None:
         self._host, self._rank = host, rank
         self.name = f"staged-{host.name}"
+        self.tells = bool(getattr(host, "tells", True))
 
     def refuse(self, call: Call) -> None:
         refuse: Callable[[Call], None] | None = getattr(self._host, "refuse", None)

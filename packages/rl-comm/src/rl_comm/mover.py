@@ -220,6 +220,8 @@ class GlooMover(Refusals):
     """Direct exchange between all pairs of a gloo group: one step of latency, where a ring takes world_size - 1."""
 
     name = "gloo"
+    # see ``steps.InStep.refuse``
+    tells = False
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         super().__init__()

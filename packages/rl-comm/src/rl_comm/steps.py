@@ -55,6 +55,9 @@ class InStep:
     def refuse(self, problem: Exception, *, device: str = "") -> None:
         """Tell the peers that this rank refuses an operator that would have made a call, with ``problem``.
 
+        Over shared memory and the board beside NCCL. Gloo is not used for it: what nobody answers there holds this
+        process and its peers until the group's timeout, while a rank's end closes connections, which tells them.
+
         Waits for nobody: each peer's next call raises ContractError naming this rank, and this rank's next one is in
         step with those after. Where a call has failed on this rank, peers are told already. See
         ``rl_contract.communicator.refuse``.
@@ -62,15 +65,14 @@ class InStep:
         Args:
             device: type of the device of what the operator was given, where peers make their call; empty: as the last.
         """
-        if self.world_size == 1 or self._failed:
-            return
-        self._number += 1
         mover = self._movers.get(device) or self._movers[self._device]
         refuse: Callable[[Call], None] | None = getattr(mover, "refuse", None)
-        if refuse is not None:
-            # what traces or transforms the operator must leave alone what is said about it
-            with _disable_current_modes(), temporarily_clear_interpreter_stack():
-                refuse(Call("refusal", None, None, 0, (), refused=True, number=self._number))
+        if self.world_size == 1 or self._failed or refuse is None or not getattr(mover, "tells", True):
+            return
+        self._number += 1
+        # what traces or transforms the operator must leave alone what is said about it
+        with _disable_current_modes(), temporarily_clear_interpreter_stack():
+            refuse(Call("refusal", None, None, 0, (), refused=True, number=self._number))
 
     def _leave(self, name: str, error: BaseException) -> None:
         """After ``error`` of a call: peers may have met another one, or wait for what this rank will not send."""

@@ -66,7 +66,8 @@ def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> None:
 def tell(comm: Any, problem: Exception, device: str = "") -> None:
     """Tell the peers of ``comm`` that this rank ends with ``problem``, if they do not know, and it can."""
     say: Callable[..., None] | None = getattr(comm, "refuse", None)
-    if say is None or is_known(problem, comm):
+    # how activation checkpointing ends a recomputation is no refusal, and may be one rank's own affair
+    if say is None or is_known(problem, comm) or type(problem).__name__ == "_StopRecomputationError":
         return
     know(problem, comm)
     try:
