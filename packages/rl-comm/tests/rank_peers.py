@@ -26,12 +26,26 @@ def small(world):
 
 
 def refusal(call):
-    """What a call that must be refused is told; nothing where it goes on."""
+    """What a call that must be refused is told; or that it went on."""
     try:
         call()
     except ContractError as error:
         return str(error)
-    return ""
+    return "went on"
+
+
+def placed(x, off):
+    """``x`` where it begins ``off`` bytes behind a multiple of 16."""
+    room = torch.empty(x.nbytes + 64, dtype=torch.uint8)
+    first = -room.data_ptr() % 16 + off
+    return room[first : first + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+
+
+def moved():
+    """How the last call went, since the one before."""
+    (row,) = launches()
+    reset_launches()
+    return f"{row['kernel'].split('.')[1]} {row['plan']}"
 
 
 class Rank:
@@ -110,6 +124,39 @@ class Rank:
             assert "refused on rank 1" in refusal(lambda: comm.all_reduce(x))
         assert comm.all_reduce(x).tolist() == [[float(self.world)] * 6] * 4
 
+    def askew(self):
+        """A rank's tensors lie as they like, which chooses no way of its own."""
+        comm, two = self.communicator(False, None), self.communicator(False, 0)
+        reset_launches()
+        for shape in ((), (1,), (5, 7), (1024,), (0, 3), (1025,)):
+            way = "nccl one-shot" if shape in ((0, 3), (1025,)) else "peer_memory one-shot"
+            parts = self.partials(shape, 4)
+            for kind in (None, torch.float16, torch.bfloat16):
+                # the interpreter cuts bf16 off where a GPU rounds: sums of these need no rounding
+                given = parts.round().clamp(-30, 30) if kind == torch.bfloat16 else parts
+                mine, want = given[self.rank], tree_sum(list(given), kind)
+                for x in (mine, placed(mine, 4 * (self.rank == 1))):
+                    assert torch.equal(comm.all_reduce(x, out_dtype=kind), want), (shape, kind)
+                    assert moved() == way, shape
+        for dtype, n, way in (
+            (torch.bfloat16, 6, "peer_memory"), (torch.bfloat16, 7, "nccl"), (torch.bool, 8, "peer_memory"),
+            (torch.int64, 3, "peer_memory"), (torch.uint8, 3, "nccl"), (torch.int64, 513, "nccl"),
+        ):  # fmt: skip
+            parts = [(torch.arange(n) * 3 + 5 * r).to(dtype) for r in range(self.world)]
+            got = comm.all_gather(placed(parts[self.rank], dtype.itemsize * (self.rank == 1)))
+            assert torch.equal(got, torch.cat(parts)), (dtype, n)
+            assert moved() == f"{way} bytes", (dtype, n)
+        # the second of two steps is small enough for peer memory
+        for n, way in ((1200 * self.world, "nccl+peer_memory two-shot"), (5000 * self.world, "nccl two-shot")):
+            parts = self.partials((n,), 6)
+            assert torch.equal(two.all_reduce(parts[self.rank], out_dtype=torch.float16), tree_sum(list(parts)).half())
+            assert moved() == way, n
+        assert two.all_gather(torch.empty(2, 0, dtype=torch.int64), dim=1).shape == (2, 0)
+        x = torch.ones(4, 6)
+        for bad in (None, x.to_sparse(), x.clone().requires_grad_(), x[:2]):
+            for op in (comm.all_reduce, comm.all_gather):
+                assert "rank 1" in refusal(lambda op=op, bad=bad: op(bad if self.rank == 1 else x))
+
     def transforms(self, comm):
         parts = self.partials((33, 13), 9)
         compiled = torch.compile(lambda x: comm.all_reduce(x * 1.0) + 0, backend="eager")
@@ -126,6 +173,7 @@ def main():
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda: "the stream"
     rank, compared = Rank(number, world, folder), 0
+    rank.askew()
     for two_steps, two_shot_bytes in ((False, None), (True, None), (True, 0), (False, 0)):
         comm = rank.communicator(two_steps, two_shot_bytes)
         reset_launches()

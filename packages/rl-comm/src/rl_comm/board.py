@@ -128,16 +128,11 @@ class Signatures:
         self._seen: set[bytes] = set()
 
     def agree(self, call: Call) -> None:
-        self._gloo.settle()
         # what is kept of a call does not grow with the tensors it moves
         words, _ = _packed(call)
         if words not in self._seen:
             self._gloo.agree(call)
             self._seen.add(words)
-
-    def refuse(self, call: Call) -> None:
-        """Said where peers look: at a kind of call that they have not used before."""
-        self._gloo.refuse(call)
 
 
 def make(gloo: GlooMover, timeout_s: float) -> Board | Signatures:

@@ -26,6 +26,9 @@ class NcclMover:
         self.group, self.rank, self.world_size, self.peers = group, rank, world_size, peers
         self.name = "nccl" if peers is None else f"nccl+{peers.name}"
         self._agreement = agreement
+        if isinstance(agreement, Board):
+            # says that this rank refuses a call, without waiting for its peers
+            self.refuse = agreement.refuse
         self._grouped = True
         # connections are made at the first use of each form, which must not be inside a graph capture
         if torch.cuda.is_available():
@@ -58,15 +61,6 @@ class NcclMover:
         """Return once all ranks are seen to make this call; what may fail on one rank alone comes before."""
         if not call.agreed:
             self._agreement.agree(call)
-
-    @property
-    def tells(self) -> bool:
-        """Whether a refusal can be said without waiting."""
-        return not isinstance(self._agreement, Signatures)
-
-    def refuse(self, call: Call) -> None:
-        """Say that this rank refuses ``call``, without waiting for its peers."""
-        self._agreement.refuse(call)
 
     def leave(self) -> None:
         """Tell peers that this rank makes no call any more, where they look at what it does."""
@@ -176,12 +170,8 @@ class StagedMover:
     def __init__(self, host: Mover, rank: int) -> None:
         self._host, self._rank = host, rank
         self.name = f"staged-{host.name}"
-        self.tells = bool(getattr(host, "tells", True))
-
-    def refuse(self, call: Call) -> None:
-        refuse: Callable[[Call], None] | None = getattr(self._host, "refuse", None)
-        if refuse is not None:
-            refuse(call)
+        if (refuse := getattr(host, "refuse", None)) is not None:
+            self.refuse: Callable[[Call], None] = refuse
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         return self._host.gather(call, payload.cpu()).to(payload.device)

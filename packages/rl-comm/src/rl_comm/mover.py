@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -216,17 +216,13 @@ def _pieces(wholes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield pieces
 
 
-class GlooMover(Refusals):
+class GlooMover:
     """Direct exchange between all pairs of a gloo group: one step of latency, where a ring takes world_size - 1."""
 
     name = "gloo"
-    # see ``steps.InStep.refuse``
-    tells = False
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
-        super().__init__()
         self.group, self.rank, self.world_size = group, rank, world_size
-        self._refusal: tuple[Any, ...] = ()
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
@@ -273,35 +269,16 @@ class GlooMover(Refusals):
         self._agree(call, torch.empty(0, dtype=torch.uint8))
 
     def _agree(self, call: Call, head: torch.Tensor) -> torch.Tensor:
-        if self._said:
-            self._settle()
         blocks = torch.empty(self.world_size, BLOCK_BYTES, dtype=torch.uint8)
         dist.all_to_all_single(blocks, self._block(call, head).repeat(self.world_size), group=self.group)
         check_heads(blocks[:, :HEAD_BYTES])
         return blocks
-
-    def settle(self) -> None:
-        """Take peers' answers to what this rank has refused."""
-        if self._said:
-            self._settle()
 
     def _block(self, call: Call, head: torch.Tensor) -> torch.Tensor:
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
         block[:HEAD_BYTES] = head_of(call)
         block[HEAD_BYTES : HEAD_BYTES + head.numel()] = head
         return block
-
-    def _post_refusal(self, call: Call) -> None:
-        sent = self._block(call, torch.empty(0, dtype=torch.uint8)).repeat(self.world_size)
-        received = torch.empty_like(sent)
-        # both must live until it is done
-        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        self._refusal = work, received, sent
-
-    def _collect_refusal(self) -> None:
-        work, *_ = self._refusal
-        self._refusal = ()
-        work.wait()
 
 
 def head_of(call: Call) -> torch.Tensor:

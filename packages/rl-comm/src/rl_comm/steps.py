@@ -67,7 +67,7 @@ class InStep:
         """
         mover = self._movers.get(device) or self._movers[self._device]
         refuse: Callable[[Call], None] | None = getattr(mover, "refuse", None)
-        if self.world_size == 1 or self._failed or refuse is None or not getattr(mover, "tells", True):
+        if self.world_size == 1 or self._failed or refuse is None:
             return
         self._number += 1
         # what traces or transforms the operator must leave alone what is said about it
