@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_comm import TreeCommunicator, device, peer_memory
+from rl_comm import TreeCommunicator, peer_memory
 from rl_comm.device import NcclMover
 from rl_comm.mover import Call
 from rl_contract import ContractError
-from rl_contract.testing import on_ranks
 
 INTERPRETED = """
 import ctypes, mmap, os, random, sys, time
@@ -22,7 +21,9 @@ import torch
 from rl_comm import tree_sum, triton_peer
 
 path, rank, world, slot, programs, order = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
-words = 2 * world * slot + (world + 1) * programs
+def size(slot, programs): return 2 * world * slot + (world + 1) * programs
+one, two = size(slot, programs), size(5 * 32, 5)
+words = one + two
 with open(path, "r+b") as f:
     memory = mmap.mmap(f.fileno(), 0)
 begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -40,11 +41,16 @@ for call in range(24):
         time.sleep(delay.random() * 0.03)
     fixed = dict(SLOT=slot, PROGRAMS=programs, RANK=rank, WORLD=world, BLOCK=64)
     if call % 4 == 3:
-        # two steps, of rows that each rank adds one of
-        whole = torch.randn(world, world * n, generator=g) * 1e3
+        # two steps, of rows that each rank adds one of; the last ones are shorter, or nothing
+        n = (16, 160, 16, 1008, 640, 320)[call // 4]
+        total = max(1, world * n - (0, 0, 17, 33, 1, 0)[call // 4])
+        whole = torch.randn(world, total, generator=g) * 1e3
+        whole[-1] -= whole[:-1].sum(0)
         kind = (torch.float32, torch.float16)[call % 8 // 4]
-        out = torch.full((world * n,), float("nan"), dtype=kind)
-        triton_peer.peer_reduce_kernel[(programs,)](whole[rank].clone().view(torch.int32), out, addresses, n, **fixed)
+        out = torch.full((total,), float("nan"), dtype=kind)
+        fixed |= dict(SLOT=5 * 32, PROGRAMS=5, BLOCK=32)
+        given = whole[rank].clone().view(torch.int32), out, addresses + 4 * one, n, total
+        triton_peer.peer_reduce_kernel[(5,)](*given, **fixed)
         assert torch.equal(out, tree_sum(list(whole)).to(kind)), (call, n)
         continue
     if call % 4 == 2:
@@ -70,7 +76,7 @@ def interpreted(tmp_path, world, order="tree", slot=600, programs=3):
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs a process without a GPU")
     path = tmp_path / "memory"
-    words = 2 * world * slot + (world + 1) * programs
+    words = 2 * world * (slot + 5 * 32) + (world + 1) * (programs + 5)
     path.write_bytes(bytes(world * -(-4 * words // 4096) * 4096))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
@@ -99,16 +105,18 @@ def test_kernels_compile(arch, world, rank, name):
     from rl_comm import triton_peer
 
     kernel = getattr(triton_peer, name)
-    constants = {"SLOT": peer_memory.words_of(world)[0], "PROGRAMS": peer_memory.PROGRAMS, "RANK": rank}
-    constants |= {"WORLD": world, "BLOCK": 2048}
+    two_steps = name == "peer_reduce_kernel"
+    area = peer_memory.areas_of(world)[two_steps]
+    constants = {"SLOT": area.slot, "PROGRAMS": area.programs, "RANK": rank, "WORLD": world, "BLOCK": area.block}
     out = "*i32" if name == "peer_gather_kernel" else "*bf16"
-    meetings = 2 if name == "peer_reduce_kernel" else 1
-    types = {"words": "*i32", "out": out, "addresses": "*i64", "n": "i32"} | dict.fromkeys(constants, "constexpr")
+    meetings = 2 if two_steps else 1
+    sizes = dict.fromkeys(("n", "total") if two_steps else ("n",), "i32")
+    types = {"words": "*i32", "out": out, "addresses": "*i64", **sizes, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
         fn=kernel,
         signature=types,
         constexprs={(kernel.arg_names.index(given),): value for given, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(4)},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(3 + len(sizes))},
     )
     text = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options={"num_warps": 8}).asm
     if arch != "sm90":
@@ -120,7 +128,9 @@ def test_kernels_compile(arch, world, rank, name):
     assert sum("acquire" in line and "sys" in line for line in lines) == meetings * (world - 1)
     # 16 bytes at a time, also to peers, and peers' parts never from a processor's own cache
     assert sum("st.global.v4" in line for line in lines) >= 2 * (world - 1)
-    assert sum("ld.global.cg.v4" in line for line in lines) == (1 + meetings) * (world - 1)
+    # words of 16 bytes of a thread: of fp32, and of the bf16 that come back
+    each = area.block // (8 * 32 * 4)
+    assert sum("ld.global.cg.v4" in line for line in lines) == (each + (each // 2) * two_steps) * (world - 1)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -159,11 +169,17 @@ def noted(monkeypatch, fails=False, device="cpu"):
     kernel = Prepared(done, fails)
     monkeypatch.setattr(
         peer_memory,
-        "_kernels",
+        "kernels",
         lambda: SimpleNamespace(peer_sum_kernel=kernel, peer_gather_kernel=kernel, peer_reduce_kernel=kernel),
     )
-    monkeypatch.setattr(peer_memory, "Prepared", lambda function, grid, fixed, num_warps: function)
     peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"))
+    peers.fixed = []
+
+    def prepared(function, grid, fixed, num_warps):
+        peers.fixed.append(fixed)
+        return function
+
+    monkeypatch.setattr(peer_memory, "Prepared", prepared)
     peers.device = torch.device(device)
     monkeypatch.setattr(peers, "_order", lambda: done.append("ordered"))
     return peers, done
@@ -192,63 +208,43 @@ def test_whatever_may_fail_on_one_rank_comes_before_its_peers_wait(monkeypatch):
         assert done == ["compiled"]
 
 
-def test_a_second_step_through_peer_memory_waits_for_no_rank_that_failed_after_the_first(monkeypatch):
-    def scattered(out, payload, group):
-        out.copy_(torch.stack([rows[group.rank] for rows in group.everyone(payload)]))
-
-    monkeypatch.setattr(device.dist, "all_to_all_single", scattered)
-
-    def said(rank):
-        calls = []
-
-        def gather(payload, agree):
-            agree()
-            return torch.stack(rank.everyone(payload))
-
-        peers = SimpleNamespace(name="peer_memory", device=torch.device("cpu"), fits=lambda n: True, gather=gather)
-        peers.fits_in_steps = lambda n: False
-        mover = NcclMover(rank, rank.rank, 2, SimpleNamespace(agree=calls.append), peers)
-        comm = TreeCommunicator.over({"cpu": mover}, rank.rank, 2, 0)
-        assert comm.all_reduce(torch.full((5,), 1.0 + rank.rank)).tolist() == [3.0] * 5
-        return [(call.op, call.shape) for call in calls]
-
-    assert on_ranks(2, said) == [[("all_reduce", (5,)), ("all_gather", (3,))]] * 2
-
-
-def test_sums_of_several_slots_are_one_call_of_several_launches(monkeypatch):
+def test_a_sum_in_two_steps_is_one_launch_whatever_its_size(monkeypatch):
     peers, done = noted(monkeypatch)
-    slot, _ = peer_memory.words_of(2)
-    assert not peers.fits_in_steps(4 * slot)
-    peers.two_steps = True
-    assert [peers.fits_in_steps(size) for size in (0, 4, 8, 12, 40 * slot)] == [False, False, True, False, True]
-    out = peers.sum_in_steps(
-        torch.zeros(4 * (4 * slot + 6), dtype=torch.uint8), torch.bfloat16, lambda: done.append("agreed")
-    )
-    assert out.shape == (4 * slot + 6,)
-    assert done == ["compiled"] * 2 + ["agreed", "ordered"] + ["launched"] * 3
-    assert sorted(n for _, n, _ in peers._launches) == [3, slot]
+    _, area = peer_memory.areas_of(2)
+    for size, row in ((1, 16), (32, 16), (33, 32), (5 * area.slot + 6, 16 * -(-(5 * area.slot + 6) // 32))):
+        done.clear()
+        payload = torch.zeros(4 * size, dtype=torch.uint8)
+        assert peers.sum_in_steps(payload, torch.bfloat16, lambda: done.append("agreed")).shape == (size,)
+        assert done == ["compiled", "agreed", "ordered", "launched"]
+        assert peers.fixed[-1] == {
+            "n": row, "total": size, "SLOT": area.slot, "PROGRAMS": 128, "RANK": 0, "WORLD": 2, "BLOCK": 8192,
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("size", "two_shot_bytes", "two_steps", "form"),
+    ("world", "size", "two_shot_bytes", "form"),
     [
-        (8, None, True, "sum"), (8, 0, True, "sum_in_steps"), (8, 0, False, ""), (4 << 20, None, True, "sum_in_steps"),
-        (4 << 20, None, False, ""), (2 << 20, 1 << 30, True, "sum"), (4 << 20, 1 << 30, True, "sum_in_steps"),
-        ((4 << 20) + 1, None, True, ""),
+        (2, 8, None, "sum"), (2, 8, 0, "sum_in_steps"), (2, 0, 0, ""), (2, 0, None, ""),
+        (2, (1 << 20) - 1, None, "sum"), (2, 1 << 20, None, "sum_in_steps"), (2, 2 << 20, 1 << 30, "sum"),
+        # more than a slot
+        (2, (2 << 20) + 1, 1 << 30, "sum_in_steps"), (2, (4 << 20) + 1, None, "sum_in_steps"),
+        # in one step a rank sends all it has to each of the others
+        (4, 349_525, None, "sum"), (4, 349_526, None, "sum_in_steps"), (8, 149_797, None, "sum_in_steps"),
     ],
 )  # fmt: skip
-def test_sums_go_through_peer_memory_in_one_step_or_two(size, two_shot_bytes, two_steps, form):
-    peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"), two_steps)
+def test_sums_go_through_peer_memory_in_one_step_or_two(world, size, two_shot_bytes, form):
+    peers = peer_memory.PeerMemory([0] * world, 0, torch.device("cpu"))
     took = []
     for name in ("sum", "sum_in_steps"):
         setattr(peers, name, lambda payload, kind, agree, name=name: took.append(name) or torch.empty(size, dtype=kind))
-    mover = NcclMover(None, 0, 2, SimpleNamespace(agree=lambda call: None), peers)
-    comm = TreeCommunicator.over({"cpu": mover}, 0, 2, two_shot_bytes)
+    mover = NcclMover(None, 0, world, SimpleNamespace(agree=lambda call: None), peers)
+    comm = TreeCommunicator.over({"cpu": mover}, 0, world, two_shot_bytes)
     partial = torch.empty(size)
-    limit = 8 << 20 if two_shot_bytes is None else two_shot_bytes
-    found = comm._by_peers(comm._call("all_reduce", partial), partial, torch.bfloat16, 4 * size < limit)
+    found = comm._by_peers(comm._call("all_reduce", partial), partial, torch.bfloat16)
     assert took == ([form] if form else [])
     assert (found is None) == (not form)
+    # offsets are 32 bits
+    assert [peers.steps(n) for n in ((1 << 32) - 4, 1 << 32)] == [2, 0]
 
 
 def test_launches_go_to_the_gpu_whose_peers_are_mapped(monkeypatch):
@@ -283,21 +279,23 @@ def test_calls_on_several_streams_run_one_after_the_other(monkeypatch):
             self.waited += (other,)
 
     first, second = Stream(), Stream()
-    peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"))
+    # of whichever communicator
+    peers, others = (peer_memory.PeerMemory([0, 0], 0, torch.device("cpu")) for _ in range(2))
+    monkeypatch.setattr(peer_memory, "_last", {})
     current, capturing = [first], [False]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     peers._order()
-    peers._order()
+    others._order()
     assert (first.waited, second.waited) == ((), ())
     current[0] = second
     peers._order()
     assert second.waited == (first,)
     # a stream that is captured can't wait for one that is not, and is none that an eager call could wait for
     current[0], capturing[0] = first, True
-    peers._order()
+    others._order()
     current[0], capturing[0] = second, False
-    peers._order()
+    others._order()
     assert (first.waited, second.waited) == ((), (first,))
 
 
@@ -308,7 +306,7 @@ import torch
 from rl_comm import peer_memory
 
 peers = peer_memory.PeerMemory([4096, 8192], 1, torch.device("cpu"))
-peers._addresses = aligned(2, dtype=torch.int64)
+peers._areas = {area: aligned(2, dtype=torch.int64) for area in peers._areas}
 peers._order = lambda: None
 seen = []
 for n in (64, 64, 20, 4):
@@ -316,11 +314,14 @@ for n in (64, 64, 20, 4):
     for out in (torch.float32, torch.bfloat16):
         peers.sum(x, out, lambda: seen.append((driver._loaded, len(launched))))
     peers.gather(x, lambda: seen.append((driver._loaded, len(launched))))
+for n in (64, 64, 96):
+    x = aligned(n, dtype=torch.uint8)
+    peers.sum_in_steps(x, torch.bfloat16, lambda: seen.append((driver._loaded, len(launched))))
 # what is launched was compiled and loaded before its peers heard of it, and once
-assert [count for _, count in seen] == list(range(12)), seen
-assert [loaded for loaded, _ in seen] == [1, 2, 3, 3, 3, 3, 4, 5, 6, 7, 8, 9], seen
-assert driver._loaded == 9
-assert {x.grid for x in launched} == {(64, 1, 1)}
+assert [count for _, count in seen] == list(range(15)), seen
+assert [loaded for loaded, _ in seen] == [1, 2, 3, 3, 3, 3, 4, 5, 6, 7, 8, 9, 10, 10, 11], seen
+assert driver._loaded == 11
+assert [x.grid for x in launched] == 12 * [(64, 1, 1)] + 3 * [(128, 1, 1)]
 """
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_comm import peer_memory
+from rl_comm import peer_joining, peer_memory
 from rl_contract.testing import ThreadRank, on_ranks
 
 
@@ -77,7 +77,7 @@ def connected(world, odd=None, **changes):
 
     def rank(mine: ThreadRank):
         memory = Memory(mine.rank, **(changes if mine.rank == odd else {}))
-        return peer_memory.connect(Gloo(mine), memory.made), memory
+        return peer_joining.connect(Gloo(mine), memory.made), memory
 
     return on_ranks(world, rank, timeout_s=20)
 
@@ -85,10 +85,14 @@ def connected(world, odd=None, **changes):
 def test_every_rank_maps_every_other_one():
     for rank, (peers, memory) in enumerate(connected(4)):
         mapped = [4096 * (rank + 1) if other == rank else 1_000_001 + other for other in range(4)]
-        assert peers._addresses.tolist() == mapped
-        slot, words = peer_memory.words_of(4)
-        assert memory.allocated == {4 * words}
-        assert words == 8 * slot + 5 * peer_memory.PROGRAMS
+        one, two = peer_memory.areas_of(4)
+        assert [x.tolist() for x in peers._areas.values()] == [mapped, [x + 4 * one.end for x in mapped]]
+        assert memory.allocated == {4 * two.end}
+        # slots, flags and numbers of calls, one behind the other
+        for area, begin in ((one, 0), (two, one.end)):
+            assert area.begin == begin
+            assert 0 <= area.end - begin - (8 * area.slot + 5 * area.programs) < 16
+            assert area.slot % (area.programs * area.block) == 0
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError, AttributeError, UnicodeDecodeError])
@@ -113,7 +117,7 @@ def test_what_cannot_be_given_back_keeps_nobody_waiting(fails, monkeypatch):
     def full(*given):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(peer_memory, "PeerMemory", full)
+    monkeypatch.setattr(peer_joining, "PeerMemory", full)
     got = connected(4, odd=2, fails=fails)
     assert {said for said, _ in got} == {"rank 0 has OutOfMemoryError: full"}
     # a peer may have it open still
@@ -125,13 +129,13 @@ def test_what_cannot_be_given_back_keeps_nobody_waiting(fails, monkeypatch):
 def test_ranks_without_a_gpu_of_their_own_or_of_several_hosts_are_without(monkeypatch):
     assert {said for said, _ in connected(4, odd=1, bus="0000:03:00.0")} == {"ranks 1, 3 share a GPU"}
     hosts = itertools.count()
-    monkeypatch.setattr(peer_memory, "_host", lambda: f"host{next(hosts)}")
+    monkeypatch.setattr(peer_joining, "_host", lambda: f"host{next(hosts)}")
     assert {said for said, _ in connected(2)} == {"the ranks are on several hosts"}
 
 
 def test_a_process_without_a_gpu_says_so():
     if not torch.cuda.is_available():
-        got = on_ranks(2, lambda mine: peer_memory.connect(Gloo(mine)))
+        got = on_ranks(2, lambda mine: peer_joining.connect(Gloo(mine)))
         assert got == ["rank 0 has OSError: no NVIDIA GPU"] * 2
 
 
@@ -151,7 +155,7 @@ def test_memory_is_zero_before_peers_know_of_it_and_is_given_back_where_it_canno
 
         return call
 
-    driver = peer_memory.Driver.__new__(peer_memory.Driver)
+    driver = peer_joining.Driver.__new__(peer_joining.Driver)
     names = ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuCtxSynchronize"]
     driver._library = SimpleNamespace(**{name: function(name) for name in [*names, "cuMemFree_v2"]})
     assert driver.allocate(64) == 4096
@@ -189,14 +193,14 @@ class Management:
 )
 def test_gpus_that_a_process_was_not_shown_are_asked_about_by_their_place(links, found, monkeypatch):
     library = Management(links)
-    monkeypatch.setattr(peer_memory.ctypes, "CDLL", lambda name: library)
-    assert peer_memory.linked("0000:03:00.0", "0000:07:00.0") == found
+    monkeypatch.setattr(peer_joining.ctypes, "CDLL", lambda name: library)
+    assert peer_joining.linked("0000:03:00.0", "0000:07:00.0") == found
     assert (library.calls[0], library.calls[-1]) == ("nvmlInit_v2", "nvmlShutdown")
 
 
 def test_a_library_that_fails_is_named_and_closed(monkeypatch):
     library = Management({}, fails="nvmlDeviceGetP2PStatus")
-    monkeypatch.setattr(peer_memory.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(peer_joining.ctypes, "CDLL", lambda name: library)
     with pytest.raises(OSError, match="nvmlDeviceGetP2PStatus ended with NVML error 999"):
-        peer_memory.linked("0000:03:00.0", "0000:07:00.0")
+        peer_joining.linked("0000:03:00.0", "0000:07:00.0")
     assert library.calls[-1] == "nvmlShutdown"

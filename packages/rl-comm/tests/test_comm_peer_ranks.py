@@ -10,7 +10,7 @@ import pytest
 import torch
 
 PROGRAM = Path(__file__).parent / "rank_peers.py"
-PEER, NCCL, BOTH = (f"rl_comm.{name}.all_reduce" for name in ("peer_memory", "nccl", "nccl+peer_memory"))
+PEER, NCCL = (f"rl_comm.{name}.all_reduce" for name in ("peer_memory", "nccl"))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -31,10 +31,10 @@ def test_ranks_get_the_trees_bits_and_are_told_of_one_another(tmp_path, world):
     said = done[0].stdout.splitlines()
     assert all(x.stdout.splitlines() == said for x in done)
     assert said == [
-        # sizes that ranks do not divide, and nothing at all, are NCCL's where there are two steps
-        f"False None {[(NCCL, 'one-shot'), (PEER, 'one-shot')]}",
-        f"True None {[(NCCL, 'one-shot'), (PEER, 'one-shot'), (PEER, 'two-shot')]}",
-        f"True 0 {sorted([(BOTH, 'two-shot'), (NCCL, 'two-shot'), (PEER, 'two-shot')])}",
-        f"False 0 {sorted([(BOTH, 'two-shot'), (NCCL, 'two-shot')])}",
-        f"compared {4 * 2 * (1 + 7 + 1024 + 33 * 130 + 1 + 1 + 0 + 4200 + 5000)}",
+        # nothing at all is NCCL's
+        f"None {[(NCCL, 'one-shot'), (PEER, 'one-shot'), (PEER, 'two-shot')]}",
+        f"0 {[(NCCL, 'two-shot'), (PEER, 'two-shot')]}",
+        # what is more than a slot takes two steps, whatever was asked for
+        f"{1 << 30} {[(NCCL, 'one-shot'), (PEER, 'one-shot'), (PEER, 'two-shot')]}",
+        f"compared {3 * 2 * (1 + 7 + 1024 + 33 * 130 + 1 + 1 + 0 + 4200 + 5000)}",
     ]

@@ -23,6 +23,10 @@ T = TypeVar("T")
 _WORDS = 8
 
 _communicators: dict[int, tuple[object, Communicator]] = {}
+# by id of the world's group: that, and one that moves CPU tensors
+_host_groups: dict[int, tuple[object, Any]] = {}
+# the world's group, where ``start`` has made it
+_made: list[object] = []
 
 
 def communicator(group: "dist.ProcessGroup | None") -> Communicator:
@@ -66,7 +70,7 @@ def start(
     device: str | torch.device = "cpu",
     share_gpu: bool = False,
 ) -> None:
-    """Join the process group and build Megatron's parallel state.
+    """Join the process group, unless this process has joined one, and build Megatron's parallel state.
 
     Args:
         rank: this process, 0 to ``parallel.world_size - 1``; tensor parallel ranks are neighbours.
@@ -75,8 +79,9 @@ def start(
         share_gpu: let several ranks use one GPU. NCCL can't, so bytes then move through the host, which is slow.
 
     Raises:
-        ContractError: an argument that is none of its kind, the rank is outside the world, another parallel state is
-            alive in this process, or two ranks have one GPU without ``share_gpu``; the last on every rank.
+        ContractError: an argument that is none of its kind, the rank is outside the world, this process has joined a
+            group as another rank or of another size, another parallel state is alive in it, or two ranks have one GPU
+            without ``share_gpu``; the last on every rank.
         MissingSupport: a device that is not there.
     """
     problems = [
@@ -92,6 +97,12 @@ def start(
             f"rank {rank} with tp={parallel.tp} and cp={parallel.cp}; supported: 0 to {parallel.world_size - 1}"
         )
     place = _resolve(device, rank, parallel.world_size)
+    if dist.is_initialized() and (joined := (dist.get_rank(), dist.get_world_size())) != (rank, parallel.world_size):
+        raise ContractError(
+            f"topology.start got rank {rank} of {parallel.world_size} (tp={parallel.tp}, cp={parallel.cp}), but this "
+            f"process has joined a process group as rank {joined[0]} of {joined[1]}; supported: the same, or a process "
+            "that has joined none"
+        )
     if parallel_state.model_parallel_is_initialized():
         raise ContractError(
             "this process already holds a Megatron parallel state; call topology.stop() or use a fresh process"
@@ -103,6 +114,7 @@ def start(
         nccl = place.type == "cuda" and not share_gpu
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=parallel.world_size)
+        _made[:] = [dist.group.WORLD]
     if place.type == "cuda" and not share_gpu and parallel.world_size > 1:
         _refuse_one_gpu_for_two(place)
     groups: dict[str, Any] = {"create_gloo_process_groups": False}
@@ -124,6 +136,17 @@ def transports() -> dict[str, str]:
     }
 
 
+def _host_group() -> Any:
+    """A group of the whole world for what the host agrees on: the world's own, or one of gloo beside one of NCCL alone,
+    made at the first call, which all ranks make."""
+    world = dist.group.WORLD
+    held = _host_groups.get(id(world))
+    if held is None or held[0] is not world:
+        has_gloo = "gloo" in str(dist.get_backend_config(world))
+        held = _host_groups[id(world)] = (world, world if has_gloo else dist.new_group(backend="gloo"))
+    return held[1]
+
+
 def agree(what: Mapping[str, object]) -> None:
     """Compare ``what`` over all ranks of the world, on the host.
 
@@ -133,7 +156,7 @@ def agree(what: Mapping[str, object]) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(what))
+    dist.all_gather_object(everyone, dict(what), group=_host_group())
     problems = [
         f"rank {rank} has {name}={theirs.get(name)!r}, rank 0 {everyone[0].get(name)!r}"
         for rank, theirs in enumerate(everyone)
@@ -169,7 +192,8 @@ def together(prepare: Callable[[], T], given: Callable[[T], Mapping[str, bytes]]
     rows = _gathered(row)
     if any(theirs[0] for theirs in rows):
         everyone: list[Any] = [None] * len(rows)
-        dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
+        refusal = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(everyone, refusal, group=_host_group())
         if error is not None:
             raise error
         rank, said = next((rank, said) for rank, said in enumerate(everyone) if said is not None)
@@ -194,19 +218,26 @@ def _gathered(row: list[int]) -> list[list[int]]:
     """Every rank's row of up to ``_WORDS`` integers."""
     mine = torch.tensor(row + [0] * (_WORDS - len(row)))
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
+    dist.all_gather(rows, mine, group=_host_group())
     return [theirs.tolist() for theirs in rows]
 
 
 def stop() -> None:
-    """Leave the parallel state and the process group; safe to call twice."""
+    """Leave the parallel state, and the process group if ``start`` has made it; safe to call twice."""
     _communicators.clear()
+    _host_groups.clear()
     # the last batch holds a communicator, and after a failed backward gradients too
     tokens.enter(None)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
+    _leave_world()
+
+
+def _leave_world() -> None:
+    """A group that the caller has made stays."""
+    if dist.is_initialized() and any(made is dist.group.WORLD for made in _made):
         dist.destroy_process_group()
+    _made.clear()
     use_device(torch.device("cpu"))
 
 
@@ -233,12 +264,11 @@ def _resolve(device: str | torch.device, rank: int, world_size: int) -> torch.de
 def _refuse_one_gpu_for_two(place: torch.device) -> None:
     mine = str(getattr(torch.cuda.get_device_properties(place), "uuid", place))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=_host_group())
     for rank, found in enumerate(everyone):
         first = everyone.index(found)
         if first != rank:
-            dist.destroy_process_group()
-            use_device(torch.device("cpu"))
+            _leave_world()
             raise ContractError(
                 f"ranks {first} and {rank} have one GPU ({found}); give each rank its own, or share_gpu=True, "
                 "which moves bytes through the host"

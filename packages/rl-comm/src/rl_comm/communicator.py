@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_comm import board, ops, peer_memory
+from rl_comm import ops
 from rl_comm.agreement import check_alike
-from rl_comm.device import AgreedMover, NcclMover, StagedMover
+from rl_comm.choice import choose
+from rl_comm.device import NcclMover
 from rl_comm.mover import Call, GlooMover, Mover, alike, is_alike, named
+from rl_comm.peer_memory import PeerMemory
 from rl_comm.refusals import (
     differentiated,
     each_problem,
@@ -26,7 +28,6 @@ from rl_comm.refusals import (
     unreadable,
     unusable,
 )
-from rl_comm.shared_memory import connect
 from rl_comm.steps import InStep, in_step
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
@@ -48,11 +49,10 @@ class TreeCommunicator(InStep):
         group: a process group; ``None`` is the default group. Its gloo part serves CPU tensors, its NCCL part those on
             GPUs. A group without NCCL serves GPU tensors through the host, which ranks that share a GPU need.
         transport: of CPU tensors: ``auto`` takes shared memory where all ranks are processes of one host, else gloo;
-            ``shared_memory`` and ``gloo`` insist. Of GPU tensors: ``auto`` moves small ones through peer memory where
-            every rank reaches every other one's, as over NVLink, and the rest by NCCL, and so does
-            ``shared_memory``; ``peer_memory`` insists on both, also reaches GPUs that a rank was not shown, and sums
-            what is large through peer memory, too; ``nccl`` and ``gloo`` move all by NCCL. Chosen here, once, for every
-            call.
+            ``shared_memory`` and ``gloo`` insist. Of GPU tensors: ``auto`` sums, and gathers what is small, through
+            peer memory where every rank reaches every other one's, as over NVLink, and moves the rest by NCCL, and so
+            does ``shared_memory``; ``peer_memory`` insists on both; ``nccl`` and ``gloo`` move all by NCCL. Chosen
+            here, once, for every call.
         two_shot_bytes: size of the fp32 partial from which on two steps are taken; by device where None.
         timeout_s: how long a rank waits for a peer over shared memory; gloo and NCCL have the group's own timeout.
         host_group: a gloo group of the same ranks, where ``group`` has no gloo part; made here where None.
@@ -114,21 +114,8 @@ class TreeCommunicator(InStep):
             f"transport={transport!r}, two_shot_bytes={two_shot_bytes}",
             unusable(transport, two_shot_bytes, timeout_s, identity, backends) or no_host_group(host_group, group),
         )
-        on_cpu: Mover = _host_mover(gloo, transport, timeout_s)
-        on_gpu: Mover = StagedMover(on_cpu, rank)
-        if "nccl" in backends and world_size > 1:
-            insisted = transport == "peer_memory"
-            peers = "" if transport in ("nccl", "gloo") else peer_memory.connect(gloo, more=insisted)
-            if insisted and isinstance(peers, str):
-                raise MissingSupport(
-                    f"transport='peer_memory': {peers}; supported: Triton and NVIDIA GPUs of one host that reach one "
-                    "another's memory, one a rank and all visible to each; use 'auto'"
-                )
-            agreement = board.make(gloo, timeout_s)
-            on_gpu = NcclMover(group, rank, world_size, agreement, None if isinstance(peers, str) else peers)
-            if isinstance(agreement, board.Board):
-                on_cpu = AgreedMover(on_cpu, agreement)
-        self._assemble(rank, world_size, {"cpu": on_cpu, "cuda": on_gpu}, two_shot_bytes)
+        movers = choose(group, gloo, transport, timeout_s, with_nccl="nccl" in backends)
+        self._assemble(rank, world_size, movers, two_shot_bytes)
 
     @classmethod
     def over(
@@ -330,9 +317,9 @@ class TreeCommunicator(InStep):
         call = self._call("all_reduce", partial, out_dtype)
         problem = unmovable(call, partial) or sum_problem("all_reduce", partial, out_dtype)
         self._refuse(call, problem or self._misplaced(call, partial))
-        limit = TWO_SHOT_BYTES[partial.device.type] if self.two_shot_bytes is None else self.two_shot_bytes
-        if (moved := self._by_peers(call, partial, out_dtype, partial.numel() * 4 < limit)) is not None:
+        if (moved := self._by_peers(call, partial, out_dtype)) is not None:
             return moved
+        limit = TWO_SHOT_BYTES[partial.device.type] if self.two_shot_bytes is None else self.two_shot_bytes
         if partial.numel() * 4 < limit:
             out = tree_sum(self._gather(call, partial), out_dtype)
             self._record("all_reduce", "one-shot", partial)
@@ -342,30 +329,24 @@ class TreeCommunicator(InStep):
         if flat.numel() % self.world_size:
             flat = torch.nn.functional.pad(flat, (0, width * self.world_size - flat.numel()))
         mine = self._sum_slices(call, flat.view(self.world_size, width), out_dtype)
-        # slices of the result may be small enough for peer memory, whose kernels wait without end: not for a rank that
-        # has failed since the first step
-        peers = self._peers_for(mine)
-        out = self._gather(replace(self._call("all_gather", mine), agreed=peers is None), mine).reshape(-1)
-        self._record("all_reduce", "two-shot", partial, "" if peers is None else f"nccl+{peers.name}")
+        out = self._gather(replace(self._call("all_gather", mine), agreed=True), mine).reshape(-1)
+        self._record("all_reduce", "two-shot", partial)
         if partial.numel() < out.numel():
             # an output is its own tensor, never a view of a longer one
             out = out[: partial.numel()].clone()
         return out.view(partial.shape)
 
-    def _by_peers(self, call: Call, partial: torch.Tensor, out_dtype: torch.dtype, one: bool) -> torch.Tensor | None:
-        """The sum through peer memory, in one step where ``one``; None where it does not go that way."""
-        mover, size = self._mover(partial), partial.numel() * 4
+    def _by_peers(self, call: Call, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor | None:
+        """The sum through peer memory; None where it does not go that way."""
+        mover = self._mover(partial)
         if not isinstance(mover, NcclMover) or mover.peers is None:
             return None
-        peers = mover.peers
-        if one and peers.fits(size):
-            form, sums = "one-shot", peers.sum
-        elif peers.fits_in_steps(size):
-            form, sums = "two-shot", peers.sum_in_steps
-        else:
+        steps = mover.peers.steps(partial.numel() * 4, self.two_shot_bytes)
+        if not steps:
             return None
+        sums = mover.peers.sum if steps == 1 else mover.peers.sum_in_steps
         out = sums(row_major_bytes(partial), out_dtype, lambda: mover.agree(call)).view(partial.shape)
-        self._record("all_reduce", form, partial, peers.name)
+        self._record("all_reduce", "one-shot" if steps == 1 else "two-shot", partial, mover.peers.name)
         return out
 
     @in_step
@@ -400,7 +381,7 @@ class TreeCommunicator(InStep):
             return parts.reshape(self.world_size * x.shape[0], *x.shape[1:])
         return torch.cat(list(parts), dim=dim)
 
-    def _peers_for(self, x: torch.Tensor) -> peer_memory.PeerMemory | None:
+    def _peers_for(self, x: torch.Tensor) -> PeerMemory | None:
         """What moves ``x`` through peer memory, if that is how it goes."""
         mover = self._mover(x)
         return mover.peers_for(x.nbytes) if isinstance(mover, NcclMover) else None
@@ -422,14 +403,3 @@ class TreeCommunicator(InStep):
         """slices fp32 [world_size, n] -> the tree sum of everyone's row ``rank``, [n]"""
         rows = self._mover(slices).scatter(call, row_major_bytes(slices).view(self.world_size, slices.shape[1] * 4))
         return tree_sum(self._rows(rows, slices[0]), out_dtype)
-
-
-def _host_mover(gloo: GlooMover, transport: str, timeout_s: float) -> Mover:
-    if transport == "gloo" or gloo.world_size == 1:
-        return gloo
-    shared = connect(gloo, timeout_s)
-    if transport == "shared_memory" and shared is None:
-        raise MissingSupport(
-            "transport='shared_memory' needs Linux, all ranks on one host and room in /dev/shm; use 'auto'"
-        )
-    return shared or gloo

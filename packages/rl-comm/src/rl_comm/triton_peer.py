@@ -5,8 +5,8 @@ and adds what lies in its own memory by the tree of ``triton_tree``, in the orde
 hence their order, don't depend on the launch.
 
 Slots are used in turn, two for each rank. A rank writes over a slot of call k in call k + 2, before which it has seen
-the peer's flag of call k + 1, which the peer set after its call k had ended. That needs one grid for all calls: each
-program counts its calls in device memory, so that replays of graphs count too.
+the peer's flag of call k + 1, which the peer set after its call k had ended. That needs one grid for all calls on the
+same slots: each program counts its calls in device memory, so that replays of graphs count too.
 """
 
 import triton
@@ -109,46 +109,46 @@ def peer_sum_kernel(
 
 @triton.jit
 def peer_reduce_kernel(
-    words, out, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    words, out, addresses, n, total, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """words: the bits of this rank's fp32 [WORLD, n] -> out [WORLD, n]; grid (PROGRAMS,).
+    """words: the bits of this rank's fp32 [total] -> out [total]; grid (PROGRAMS,). SLOT is one block of each program.
 
-    In two steps, which count as two calls: rank r adds everyone's row r, and sends it round once it is rounded. A
-    program goes through both alone, since it serves the same elements of every row.
+    Row r of WORLD is [r n, (r + 1) n) of what there is; rank r adds everyone's row r, and sends it round once it is
+    rounded. That is two calls for each slot's worth of the rows. A program goes through all of it alone, since it
+    writes and reads the same block of every slot: it may be ahead of the others, also of peers' others.
     """
     program = tl.program_id(0)
     mine = _at(addresses, RANK)
     counter = mine + 2 * WORLD * SLOT + WORLD * PROGRAMS + program
-    number = tl.load(counter) + 1
-    slots = number % 2 * (WORLD * SLOT)
-    sums = (number + 1) % 2 * (WORLD * SLOT)
+    number = tl.load(counter)
     result = tl.pointer_type(out.dtype.element_ty)
-    for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        held = at < n
+    block = program * BLOCK + tl.arange(0, BLOCK)
+    for first in range(0, n - program * BLOCK, SLOT):
+        at = first + block
+        number += 1
+        slots = number % 2 * (WORLD * SLOT)
         for step in tl.static_range(1, WORLD):
-            theirs = _at(addresses, (RANK + step) % WORLD)
-            part = tl.load(words + (RANK + step) % WORLD * n + at, held)
-            tl.store(theirs + slots + RANK * SLOT + at, part, held)
-    _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
-    for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        held = at < n
-        total = _total(words + RANK * n, mine + slots, at, held, RANK, WORLD, SLOT).to(out.dtype.element_ty)
-        tl.store(out + RANK * n + at, total, held)
+            peer = (RANK + step) % WORLD
+            part = tl.load(words + peer * n + at, (at < n) & (peer * n + at < total))
+            tl.store(_at(addresses, peer) + slots + RANK * SLOT + block, part)
+        _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
+        held = (at < n) & (RANK * n + at < total)
+        # of this rank the part lies in its tensor, first words from where others' lie in the slots
+        added = _total(words + RANK * n + first, mine + slots, block, held, RANK, WORLD, SLOT)
+        rounded = added.to(out.dtype.element_ty)
+        tl.store(out + RANK * n + at, rounded, held)
+        number += 1
+        slots = number % 2 * (WORLD * SLOT) + program * BLOCK
         for step in tl.static_range(1, WORLD):
-            theirs = _at(addresses, (RANK + step) % WORLD)
-            tl.store((theirs + sums + RANK * SLOT).to(result) + at, total, held)
-    _meet(addresses, mine, number + 1, SLOT, PROGRAMS, RANK, WORLD)
-    for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        held = at < n
+            into = _at(addresses, (RANK + step) % WORLD) + slots + RANK * SLOT
+            tl.store(into.to(result) + tl.arange(0, BLOCK), rounded)
+        _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
         for step in tl.static_range(1, WORLD):
-            theirs = (mine + sums + (RANK + step) % WORLD * SLOT).to(result)
-            row = tl.load(theirs + at, held, cache_modifier=".cg")
-            tl.store(out + (RANK + step) % WORLD * n + at, row, held)
-    tl.store(counter, number + 1)
+            peer = (RANK + step) % WORLD
+            row = (mine + slots + peer * SLOT).to(result) + tl.arange(0, BLOCK)
+            tl.store(out + peer * n + at, tl.load(row, cache_modifier=".cg"), (at < n) & (peer * n + at < total))
+    tl.store(counter, number)
 
 
 @triton.jit
