@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 import rl_attn
 import rl_gemm
-import rl_logprob
+import rl_logprob.draw
 import rl_norm
 from rl_comm import TreeCommunicator
 from rl_contract import ContractError, TokenShards
@@ -56,6 +56,13 @@ def operators(comm, tokens, bad):
         head = torch.ones(512, 64).bfloat16()
         rl_logprob.linear_logprob(x, head, targets, vocab_size=1000, comm=comm, leaves=WORLD, **given)
 
+    def draw():
+        seeds = torch.arange(4)
+        rl_logprob.draw.draw_scored(
+            torch.randn(4, 150), seeds, seeds, torch.ones(4), seeds.int() if bad else seeds * 0, vocab_size=300,
+            bad=torch.zeros(1, dtype=torch.int64), out=torch.zeros(3, 4, dtype=torch.int64), comm=comm,
+        )  # fmt: skip
+
     def attention():
         q = torch.randn(4, 2, 32).bfloat16()
         cu = torch.tensor([0, 6 if bad else 8])
@@ -72,6 +79,7 @@ def operators(comm, tokens, bad):
         "norm over tokens": norm_tokens,
         "logprob": logprob,
         "logprob, temperature": lambda: logprob(temperature=-1.0 if bad else 1.0),
+        "draw": draw,
         "attention": attention,
     }
 

@@ -30,7 +30,33 @@ class Model(torch.nn.Module):
         return rl_gemm.column_parallel_linear(hidden, self.lm_head.weight, out_dtype=torch.float32)[:, :VOCAB]
 
 
-def runner_of(profile, sizes=(1, 2, 4), device="cpu", dtype=torch.float32):
+class SharedModel(torch.nn.Module):
+    """What ``comm``'s rank has of ``Model``: every rank as many rows of the head, and vLLM's stock logits processor."""
+
+    def __init__(self, comm, device, dtype):
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        super().__init__()
+        whole = Model(device, dtype).lm_head.weight
+        columns = -(-len(whole) // comm.world_size)
+        mine = whole[comm.rank * columns :][:columns]
+        # what pads the last rank counts nowhere
+        weight = torch.cat((mine, mine.new_full((columns - len(mine), HIDDEN), torch.nan)))
+        self.lm_head = torch.nn.Linear(HIDDEN, columns, bias=False)
+        self.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.lm_head.quant_method = SimpleNamespace(
+            apply=lambda head, x, bias=None: rl_gemm.column_parallel_linear(x, head.weight, out_dtype=torch.float32)
+        )
+        # its constructor asks for an engine's configuration
+        self.logits_processor = LogitsProcessor.__new__(LogitsProcessor)
+        torch.nn.Module.__init__(self.logits_processor)
+        vars(self.logits_processor).update(use_all_gather=True, logits_as_input=False, soft_cap=None, scale=1.0)
+
+    def compute_logits(self, hidden):
+        raise AssertionError("logits were to stay where they are")
+
+
+def runner_of(profile, sizes=(1, 2, 4), device="cpu", dtype=torch.float32, comm=None):
     """(runner, its sampling graphs)."""
     from rl_vllm.gpu_sampling import StrictRunnerSampler
     from rl_vllm.sampling_graphs import SamplingGraphs
@@ -49,10 +75,11 @@ def runner_of(profile, sizes=(1, 2, 4), device="cpu", dtype=torch.float32):
     )  # fmt: skip
     runner = SimpleNamespace(
         sampler=StrictRunnerSampler(profile, stock, torch.device(device)), device=torch.device(device),
-        model=Model(device, dtype), model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=dtype),
+        model=Model(device, dtype) if comm is None else SharedModel(comm, device, dtype),
+        model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=dtype),
         sample=lambda *args: ("stock", args),
     )  # fmt: skip
-    made = SamplingGraphs(runner, list(sizes), 5)
+    made = SamplingGraphs(runner, list(sizes), 5, comm)
     runner.sample = made.sample
     return runner, made
 

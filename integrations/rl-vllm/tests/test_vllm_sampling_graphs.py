@@ -13,7 +13,8 @@ import torch
 from sampling_helpers import CONFIG, batch, runner_of, wanted
 
 import rl_vllm
-from rl_contract import ContractError, build_profile
+from rl_contract import ContractError, SingleRank, build_profile
+from rl_contract.testing import on_ranks
 
 pytest.importorskip("vllm")
 
@@ -40,6 +41,52 @@ def test_graph_equals_the_single_operators_whatever_pads_it(profile, requests):
     assert sampled.tolist() == [1] * len(requests)
     assert rejected.tolist() == [0] * len(requests)
     assert made.report() == {"sizes": [1, 2, 4], "graph": 2}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_the_head_keep_their_logits_and_sample_alike(profile, world):
+    steps = [([4, 2, 1, 0], 0), ([3, 0, 2], 3), ([0, 1, 2, 3, 4], 5), ([6], 1)]
+    alone, _ = runner_of(profile)
+
+    def rank(comm):
+        runner, made = runner_of(profile, comm=comm)
+        made.capture()
+        made.warm(5)
+        # a result is a view of what the next step leaves alone
+        return [runner.sample(*batch(*step))[0] for step in steps], made.report()
+
+    for outputs, report in on_ranks(world, rank):
+        assert report == {"sizes": [1, 2, 4], "graph": 3, "direct": 1}
+        for output, step in zip(outputs, steps, strict=True):
+            ids, logp, ranks = wanted(profile, alone, *batch(*step))
+            scores = output.logprobs_tensors
+            assert torch.equal(output.sampled_token_ids[:, 0], ids)
+            assert torch.equal(scores.logprobs[:, 0].view(torch.int32), logp.view(torch.int32))
+            assert torch.equal(scores.selected_token_ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"scale": 0.5}, {"soft_cap": 30.0}, {"logits_as_input": True}, {"use_all_gather": False}, {"kind": None},
+        {"world": 1}, {"vocab": 10**6},
+    ],
+)  # fmt: skip
+def test_logits_that_are_more_than_the_heads_product_are_vllms_affair(change):
+    from sampling_helpers import VOCAB, SharedModel
+
+    from rl_vllm.sampling_graphs import has_own_columns
+
+    model = SharedModel(SimpleNamespace(rank=0, world_size=2), "cpu", torch.float32)
+    processor = model.logits_processor
+    for name in ("scale", "soft_cap", "logits_as_input", "use_all_gather"):
+        vars(processor)[name] = change.get(name, vars(processor)[name])
+    if "kind" in change:
+        processor.__class__ = type("Changed", (type(processor),), {})
+    found = has_own_columns(model, change.get("world", 2), change.get("vocab", VOCAB))
+    assert found == (not change)
+    del model.lm_head
+    assert not has_own_columns(model, 2, VOCAB)
 
 
 def test_outputs_of_a_step_outlive_the_next(profile):
@@ -165,14 +212,14 @@ def test_runner_captures_after_its_own_graphs_and_tells_the_memory(profile, monk
     free = iter([1000, 970])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 0))
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
-    made = sampling_graphs.install(runner, config)
+    made = sampling_graphs.install(runner, config, SingleRank())
     assert made.report() == {"sizes": []}
     assert runner.capture_model() == 130
     assert made.report() == {"sizes": [1, 2]}
     assert runner.sample(*batch([0]))[0] != "stock"
     # a later runner that shares this work among ranks keeps its own way
     runner.batch_sharder = object()
-    assert sampling_graphs.install(runner, config) is None
+    assert sampling_graphs.install(runner, config, SingleRank()) is None
 
 
 def test_kernel_that_picks_rows_does_what_the_cpu_does(tmp_path):

@@ -12,7 +12,15 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from rl_logprob import triton_draw, triton_few, triton_head, triton_sample, triton_scores, triton_support
+    from rl_logprob import (
+        triton_draw,
+        triton_draw_ranks,
+        triton_few,
+        triton_head,
+        triton_sample,
+        triton_scores,
+        triton_support,
+    )
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter is on")
@@ -64,11 +72,36 @@ def test_kernels_compile_without_a_gpu(backend, arch, width):
             sample | {"per_program": i, "stride": i},
             {"GREEDY": False, "UNIT": False, "SUPPORT": True, "BLOCK": 1024},
         ),
+        *(
+            (
+                triton_draw.draw_kernel,
+                {"logits": f, "edge": f, "seeds": n, "positions": n, "temperature": f, "kinds": n, "values": d}
+                | {"ids_out": "*i32", "m": f, "s": n, "V": i, "first_id": i, "C": i, "first_tile": i, "tiles": i}
+                | {"per_program": i, "stride": i},
+                {"TILES": 8, "SHARED": shared},
+            )
+            for shared in (False, True)
+        ),
         (
-            triton_draw.draw_kernel,
-            {"logits": f, "seeds": n, "positions": n, "temperature": f, "kinds": n, "values": d, "ids_out": "*i32"}
-            | {"m": f, "s": n, "V": i, "per_program": i, "stride": i},
-            {"TILES": 8},
+            triton_draw_ranks.best_kernel,
+            {"logits": f, "edge": f, "values": d, "ids": "*i32", "m": f, "out": n, "first_id": i, "C": i, "tiles": i}
+            | {"parts": i, "stride": i},
+            {"PARTS": 128, "TILES": 512},
+        ),
+        (
+            triton_draw_ranks.pick_kernel,
+            {"found": n, "kinds": n, "m": f, "s": n, "chosen": f, "mine": n, "out": n, "bad": n, "tiles": i},
+            {"WORLD": 8, "TILES": 512},
+        ),
+        (
+            triton_draw_ranks.count_kernel,
+            {"logits": f, "kinds": n, "chosen": f, "mine": n, "columns": i, "per_program": i, "stride": i},
+            {"BLOCK": 1024},
+        ),
+        (
+            triton_draw_ranks.finish_kernel,
+            {"sums": n, "temperature": f, "kinds": n, "chosen": f, "out": n, "T": i},
+            {"WORLD": 8, "ROWS": 128},
         ),
         (
             triton_draw.score_kernel,

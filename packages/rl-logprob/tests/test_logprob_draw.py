@@ -5,6 +5,7 @@ import torch
 
 import rl_logprob as lp
 from rl_contract import ContractError, MissingSupport
+from rl_contract.testing import on_ranks
 from rl_logprob import draw
 
 V, ROWS = 700, 9
@@ -106,3 +107,32 @@ def test_results_share_no_memory_with_what_is_read():
         draw.draw_scored(logits, seeds, positions, temperature, kinds, vocab_size=V, bad=out[0, :1], out=out)
     with pytest.raises(ContractError, match="bad shares memory with positions"):
         draw.draw_scored(logits, seeds, positions, temperature, kinds, vocab_size=V, bad=positions[3:4], out=out)
+
+
+@pytest.mark.parametrize(("world", "columns"), [(2, 350), (2, 384), (4, 191), (8, 100)])
+def test_ranks_that_share_the_vocabulary_get_what_one_rank_gets(world, columns):
+    given = batch()
+    given[0][3, 400], given[0][6, V - 1] = torch.nan, torch.inf
+    whole, wrong = call(given)
+    wide = torch.full((ROWS, world * columns), torch.nan)
+    wide[:, :V] = given[0][:, :V]
+
+    def rank(comm):
+        own = wide[:, comm.rank * columns : (comm.rank + 1) * columns]
+        return call([own, *given[1:]], comm=comm)
+
+    for found, bad in on_ranks(world, rank):
+        assert bad == wrong == 2
+        for mine, theirs in zip(found, whole):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_a_rank_with_too_few_columns_is_refused():
+    def rank(comm):
+        given = batch()
+        given[0] = given[0][:, : V // 2 - (comm.rank == 1)].contiguous()
+        return call(given, comm=comm)
+
+    # the other one, which waits among threads, ends with it
+    with pytest.raises(ContractError, match=r"logits have shape \(9, 349\); needs \[T, at least vocab_size=350\]"):
+        on_ranks(2, rank)

@@ -84,3 +84,26 @@ def test_graph_padding_and_bad_rows():
     assert torch.isnan(found.logprobs[:5]).tolist() == [False, True, True, True, False]
     assert torch.equal(found.ids[[0, 4]], draw.unpack(eager, 8).ids[[0, 4]])
     assert found.ids[1:4].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("world", "rows"), [(2, 1), (2, 64), (4, 65), (8, 7)])
+def test_ranks_that_share_the_vocabulary_have_the_bits_of_one(world, rows):
+    """Their steps one after the other on one GPU; a tile of 128 ids is cut in two at every boundary."""
+    from rl_logprob import triton_draw_ranks as ranks
+
+    logits, seeds, positions, temperature, kinds = batch(rows, seed=world)
+    whole, _ = call((logits, seeds, positions, temperature, kinds))
+    shards = [x.contiguous() for x in logits.chunk(world, 1)]
+    edges = [x[:, :128].contiguous() for x in (*shards[1:], shards[-1])]
+    steps = [
+        ranks.Step(own, edge, seeds, positions, temperature, kinds, rank, V)
+        for rank, (own, edge) in enumerate(zip(shards, edges))
+    ]
+    found = torch.stack([step.best for step in steps])
+    bad, out = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.full((world, 3, rows), -7, device="cuda")
+    sums = torch.stack([step.pick(found, bad, own) for step, own in zip(steps, out)])
+    for step, own in zip(steps, out):
+        step.finish(sums, own)
+        assert torch.equal(own[:2], whole[:2])
+        assert torch.equal(own[2].view(torch.int32)[:rows], whole[2].view(torch.int32)[:rows])
+    assert int(bad) == 0

@@ -383,7 +383,65 @@ def body_draw():
         assert int(draw.unpack(out, 1).ids[0]) == int((warm[0] / 3.0).argmax())
 
 
-@pytest.mark.parametrize("name", ["statistics", "kept", "few", "head", "nonfinite", "sampler", "draw"])
+def over_ranks(logits, world, seeds, positions, temp, kinds, vocab, out):
+    """What each rank counts as bad, once ``out``, one a rank, is filled; ranks take turns between what crosses them."""
+    from rl_logprob import triton_draw_ranks as ranks
+
+    shards = [x.contiguous() for x in logits.chunk(world, 1)]
+    steps = []
+    for rank, own in enumerate(shards):
+        edge = shards[min(rank + 1, world - 1)][:, :128].contiguous()
+        steps.append(ranks.Step(own, edge, seeds, positions, temp, kinds, rank, vocab))
+    found = torch.stack([step.best for step in steps])
+    bad = [torch.tensor([5]) for _ in steps]
+    sums = torch.stack([step.pick(found, count, own) for step, count, own in zip(steps, bad, out)])
+    for step, own in zip(steps, out):
+        step.finish(sums, own)
+    return [int(x) - 5 for x in bad]
+
+
+def body_draw_ranks():
+    """One rank's bits, wherever tiles are cut, with ties, bad rows and ranks without ids."""
+    from rl_logprob import triton_draw
+
+    cases = [
+        # (ids, columns of a rank, ranks): whole tiles, tiles in two, a boundary at 16 columns, ranks without ids
+        (2048, 1024, 2), (1900, 950, 2), (1900, 976, 2), (1200, 304, 4), (1100, 144, 8), (300, 160, 4), (130, 128, 2),
+        (1299, 433, 4),
+    ]  # fmt: skip
+    for vocab, columns, world in cases:
+        rows = 9
+        logits = torch.randn(rows, columns * world) * 3
+        logits[:, vocab:] = torch.nan
+        # equal ids on two ranks, and on either side of a shared tile
+        logits[1, [5, vocab - 1]] = 60.0
+        logits[2, [columns - 1, columns]] = 60.0
+        logits[4, 7], logits[5, vocab - 1] = torch.nan, torch.inf
+        logits[6, :vocab] = -torch.inf
+        logits[7, : vocab - 1] = -torch.inf
+        seeds, positions = torch.randint(-(2**62), 2**62, (rows,)), torch.arange(rows) * 1000
+        kinds = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, -1])
+        temp = torch.where(kinds == 1, 1.0, torch.rand(rows) + 0.5)
+        bad, whole = torch.tensor([0]), torch.full((3, rows), -7)
+        triton_draw.draw(logits, seeds, positions, temp, kinds, vocab, bad, whole)
+        out = [torch.full((3, rows), -7) for _ in range(world)]
+        counted = over_ranks(logits, world, seeds, positions, temp, kinds, vocab, out)
+        assert counted == [int(bad)] * world == [3] * world, (vocab, counted, bad)
+        sound = [0, 1, 2, 3, 7]
+        for mine in out:
+            assert torch.equal(mine[0, :8], whole[0, :8]), (vocab, world)
+            assert torch.equal(mine[1, sound], whole[1, sound])
+            logp, want = (x[2].view(torch.int32)[:8] for x in (mine, whole))
+            assert torch.equal(logp[sound], want[sound])
+            assert torch.isnan(logp.view(torch.float32)[4:7]).all()
+        # the order of ids decides nothing else: a rank that is asked for another's columns gives other bits
+        swapped = torch.cat([*logits.chunk(world, 1)][::-1], 1)
+        if vocab == columns * world:
+            over_ranks(swapped, world, seeds, positions, temp, kinds, vocab, out)
+            assert not torch.equal(out[0][0, :4], whole[0, :4])
+
+
+@pytest.mark.parametrize("name", ["statistics", "kept", "few", "head", "nonfinite", "sampler", "draw", "draw_ranks"])
 def test_interpreter(name):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample import sampler as runner_v2
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
 import rl_logprob
-from rl_contract import ContractError, Profile
+from rl_contract import Communicator, ContractError, Profile
 from rl_logprob.checks import row_temperature
 from rl_logprob.draw import Drawn, draw_scored, new_packed, unpack
 from rl_logprob.sampling import sample_op
@@ -84,12 +84,13 @@ class Draws:
         return chosen.clamp_(min=0)
 
     def scored(
-        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, out: Tensor
-    ) -> None:
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, out: Tensor,
+        comm: Communicator | None = None,
+    ) -> None:  # fmt: skip
         """``draw``, ``selected`` and ranks in one call that a graph may capture; see ``rl_logprob.draw``."""
         draw_scored(
             logits, seeds, positions, temperature, kinds, vocab_size=self.vocab_size, vocab_tile=self.vocab_tile,
-            bad=self._bad, out=out,
+            bad=self._bad, out=out, comm=comm,
         )  # fmt: skip
         self._seen.copy_(self._bad, non_blocking=True)
 

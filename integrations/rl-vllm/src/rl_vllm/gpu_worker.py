@@ -127,7 +127,7 @@ class StrictGPUWorker(StrictLoading, ReportingGPUWorker):
         self._draws = install(self.strict.profile, self.model_runner, self._v2)
         if self._v2:
             prefill_graphs.install(self.model_runner, self.vllm_config)
-            self._sampling = sampling_graphs.install(self.model_runner, self.vllm_config)
+            self._sampling = sampling_graphs.install(self.model_runner, self.vllm_config, self.strict.comm)
 
     def rl_reset_launches(self) -> None:
         super().rl_reset_launches()

@@ -6,6 +6,8 @@ own: hidden states of a piecewise model graph lie in vLLM's, and prompt log-prob
 
 A step for which there is no graph launches the same kernels directly. One that needs the logits themselves (other
 tokens' log-probabilities, a grammar) goes vLLM's way. All give the same bits; ``report`` counts them.
+
+Ranks that share the head keep their columns of the logits, and exchange what they have found in them.
 """
 
 from collections import Counter
@@ -17,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import _SAMPLING_EPS
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from rl_contract import Communicator, SingleRank
 from rl_logprob import draw
 from rl_vllm.options import SAMPLING_GRAPHS, asked
 
@@ -41,6 +45,17 @@ def sizes_for(vllm_config: Any) -> list[int]:
     return sorted(size for size in compilation.cudagraph_capture_sizes or () if size <= most)
 
 
+def has_own_columns(model: Any, world_size: int, vocab_size: int) -> bool:
+    """Whether ranks share the model's head, and the logits are its product alone, in vLLM's order of ids."""
+    head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+    # of another class, what is done beside the product is not known
+    if world_size == 1 or type(processor) is not LogitsProcessor or not processor.use_all_gather:
+        return False
+    if processor.logits_as_input or processor.soft_cap is not None or processor.scale != 1.0:
+        return False
+    return head is not None and head.weight.shape[0] * world_size >= vocab_size
+
+
 class SamplingGraphs:
     """Graphs of one V2 runner; takes the place of its ``sample``.
 
@@ -48,10 +63,14 @@ class SamplingGraphs:
         runner: vLLM's, with a ``StrictRunnerSampler``.
         sizes: numbers of rows to capture, ascending.
         most: rows of the largest step.
+        comm: the ranks that share the head.
     """
 
-    def __init__(self, runner: Any, sizes: list[int], most: int) -> None:
+    def __init__(self, runner: Any, sizes: list[int], most: int, comm: Communicator | None = None) -> None:
         self.runner, self.sizes, self.most = runner, sizes, most
+        comm = SingleRank() if comm is None else comm
+        shared = has_own_columns(runner.model, comm.world_size, runner.sampler.draws.vocab_size)
+        self._comm = comm if shared else None
         self.sampler, self.draws, self.device = runner.sampler, runner.sampler.draws, runner.device
         self.ways: Counter[str] = Counter()
         self._stock = runner.sample
@@ -132,11 +151,22 @@ class SamplingGraphs:
         seeds, positions, kinds, last = self._arena[: 4 * size].view(4, size)
         return seeds, positions, kinds, last.view(torch.float32)[:size]
 
+    def warm(self, size: int) -> None:
+        """A step of as many rows of padding, launched directly."""
+        self._pick(size, self._hidden, _one_row(self.device))
+        self._parts(size)[2].fill_(draw.PADDING)
+        self._step(size)
+
     def _step(self, size: int) -> None:
         """What a graph holds."""
-        logits = self.runner.model.compute_logits(self._hidden[:size])
+        hidden, model = self._hidden[:size], self.runner.model
+        if self._comm is None:
+            logits = model.compute_logits(hidden)
+        else:
+            logits = model.lm_head.quant_method.apply(model.lm_head, hidden)
+        out = self._packed[: 3 * size].view(3, size)
         seeds, positions, kinds, temperature = self._parts(size)
-        self.draws.scored(logits, seeds, positions, temperature, kinds, self._packed[: 3 * size].view(3, size))
+        self.draws.scored(logits, seeds, positions, temperature, kinds, out, self._comm)
 
     def _pick(self, size: int, hidden_states: Tensor, batch: Any) -> Tensor:
         """Fill the inputs; returns tokens sampled and rejected by row, int32 [2, rows]."""
@@ -202,15 +232,19 @@ def _capturing(device: torch.device) -> AbstractContextManager[Any]:
     return graph_capture(device=device)
 
 
-def install(runner: Any, vllm_config: Any) -> SamplingGraphs | None:
-    """Let the runner sample this way, and capture these graphs after the model's; None where it samples otherwise."""
+def install(runner: Any, vllm_config: Any, comm: Communicator) -> SamplingGraphs | None:
+    """Let the runner sample this way, and capture these graphs after the model's; None where it samples otherwise.
+
+    Args:
+        comm: the tensor-parallel ranks, each of which samples.
+    """
     # later runners share the sampler's work among ranks, or have more for it to do
     if getattr(runner, "batch_sharder", None) or getattr(runner.sampler, "return_sampling_mask", False):
         return None
     if getattr(runner.sampler, "trace_replay_state", None) is not None:
         return None
     sizes = sizes_for(vllm_config)
-    graphs = SamplingGraphs(runner, sizes, vllm_config.scheduler_config.max_num_seqs)
+    graphs = SamplingGraphs(runner, sizes, vllm_config.scheduler_config.max_num_seqs, comm)
     runner.sample = graphs.sample
     if not sizes:
         return graphs

@@ -22,6 +22,7 @@ STEP_BLOCKS = {2: 8192, 4: 4096, 8: 2048}
 # what a rank sends in one step from which on it takes two, in which it sends less
 TWO_STEP_BYTES = 4 << 20
 _BLOCK = 2048
+_WARPS = 8
 # offsets into a tensor are int32
 _MOST_BYTES = 1 << 32
 # so many elements are whole blocks of 16 bytes of any type
@@ -153,10 +154,10 @@ class PeerMemory:
                 "BLOCK": area.block,
             }  # fmt: skip
             function, grid = getattr(kernels(), kernel), (area.programs,)
-            compiled = function.warmup(words, out, self._areas[area], *fixed.values(), grid=grid, num_warps=8)
+            compiled = function.warmup(words, out, self._areas[area], *fixed.values(), grid=grid, num_warps=_WARPS)
             # this loads it, too
             getattr(compiled, "run", None)
-            launch = Prepared(function, grid, fixed, num_warps=8)
+            launch = Prepared(function, grid, fixed, num_warps=_WARPS)
             self._launches[key] = launch
         return launch
 

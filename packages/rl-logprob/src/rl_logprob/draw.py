@@ -5,10 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rl_contract import ContractError
+from rl_contract import Communicator, ContractError
+from rl_contract.communicator import refuse
 from rl_contract.memory import reach
+from rl_contract.tokens import check_peers
 from rl_logprob import gpu, ops
 from rl_logprob.checks import check_logits, check_tensor, check_vocab
+from rl_logprob.contract import GPU_TILE
 from rl_logprob.sampling import sample_op
 
 DRAWN, GREEDY, PADDING = 0, 1, -1
@@ -34,28 +37,44 @@ def unpack(packed: Tensor, rows: int) -> Drawn:
 
 def draw_scored(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, *, vocab_size: int,
-    vocab_tile: int = 512, bad: Tensor, out: Tensor,
+    vocab_tile: int = 512, bad: Tensor, out: Tensor, comm: Communicator | None = None,
 ) -> None:  # fmt: skip
     """``gumbel_sample`` or ``greedy_sample``, ``selected_logprob`` of the choice and its rank: their bits, two passes.
 
     Nothing looks at a device value, so that the call may be captured in a CUDA graph.
 
     Args:
-        logits: fp32 [T, at least vocab_size]; columns from ``vocab_size`` on take no part.
+        logits: fp32 [T, at least vocab_size]; columns from ``vocab_size`` on take no part. With ``comm``, this rank's
+            [T, C]: column j of rank r is id r C + j, and ranks have at least ``vocab_size`` columns together.
         seeds, positions: int64 [T], as for ``gumbel_sample``.
         temperature: fp32 [T], positive and finite; 1 for a greedy row. Any other makes its row bad.
         kinds: int64 [T]: ``DRAWN``, ``GREEDY``, or ``PADDING`` for a row whose results mean nothing. Any other makes
             its row bad.
         vocab_tile: ids per tile; belongs to the contract.
         bad: int64 [1]; the number of bad rows is added: those of the above, and those with a NaN or +inf or nothing
-            above -inf. Such a row gets id 0 and a NaN.
+            above -inf. Such a row gets id 0 and a NaN; its rank means nothing.
         out: int64 [3, T], contiguous, is filled; see ``unpack``. It shares no memory with the others.
+        comm: ranks that share the vocabulary and are given the same rows; each gets the results of all ids, those of
+            one rank that holds all columns. On a GPU 48 bytes a row cross ranks, and 512 where they share a tile.
 
     Raises:
         ContractError: types, shapes, devices or memory. MissingSupport: a device without kernels.
     """
+    try:
+        check_peers("draw_scored", comm, None)
+        _draw_scored(logits, seeds, positions, temperature, kinds, vocab_size, vocab_tile, bad, out, comm)
+    except Exception as problem:
+        refuse(problem, comm, given=(logits,))
+        raise
+
+
+def _draw_scored(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, vocab_size: int,
+    vocab_tile: int, bad: Tensor, out: Tensor, comm: Communicator | None,
+) -> None:  # fmt: skip
     check_vocab(vocab_size, vocab_tile)
-    check_logits(logits, vocab_size)
+    shared = comm if comm is not None and comm.world_size > 1 else None
+    check_logits(logits, vocab_size if shared is None else -(-vocab_size // shared.world_size))
     rows = len(logits)
     for name, x, dtype in (
         ("seeds", seeds, torch.int64), ("positions", positions, torch.int64), ("kinds", kinds, torch.int64),
@@ -72,11 +91,21 @@ def draw_scored(
         {"out": out, "bad": bad},
         {"logits": logits, "seeds": seeds, "positions": positions, "temperature": temperature, "kinds": kinds},
     )
-    if not rows:
-        return
+    k = None
     if logits.is_cuda:
         k = gpu.ready(logits)
         gpu.check_tile(vocab_tile)
+    if not rows:
+        return
+    if shared is not None:
+        columns = logits.shape[1]
+        if k is not None and (columns >= GPU_TILE or columns % GPU_TILE == 0):
+            own = logits if logits.stride(1) == 1 else logits.contiguous()
+            k.draw_ranks.draw(own, seeds, positions, temperature, kinds, vocab_size, bad, out, shared)
+            gpu.record("triton_draw_ranks.draw")
+            return
+        logits = shared.all_gather(logits.contiguous(), dim=1)
+    if k is not None:
         columns = logits if logits.stride(1) == 1 else logits.contiguous()
         k.draw.draw(columns, seeds, positions, temperature, kinds, vocab_size, bad, out)
         gpu.record("triton_draw.draw")

@@ -29,7 +29,8 @@ STATS_BYTES = 192 << 20
 
 @cache
 def kernels() -> Any:
-    """The Triton modules, as attributes ``head``, ``few``, ``scores``, ``ranks``, ``sample``, ``draw``, ``support``.
+    """The Triton modules, as attributes ``head``, ``few``, ``scores``, ``ranks``, ``sample``, ``draw``,
+    ``draw_ranks``, ``support``.
 
     Raises:
         MissingSupport: Triton is not installed.
@@ -37,6 +38,7 @@ def kernels() -> Any:
     with needs_triton("rl_logprob"):
         from rl_logprob import (
             triton_draw,
+            triton_draw_ranks,
             triton_few,
             triton_head,
             triton_ranks,
@@ -47,7 +49,7 @@ def kernels() -> Any:
 
     class Kernels:
         head, few, scores, ranks = triton_head, triton_few, triton_scores, triton_ranks
-        sample, draw, support = triton_sample, triton_draw, triton_support
+        sample, draw, draw_ranks, support = triton_sample, triton_draw, triton_draw_ranks, triton_support
 
     return Kernels
 

@@ -14,15 +14,15 @@ from rl_logprob.triton_sample import _GOLDEN, _mix
 from rl_logprob.triton_scores import _log_total, _logp, _rows_sums, _rows_top
 from rl_logprob.triton_tiles import STAT_TILE, log_f64, tile_sums
 
-_TILES = 8
-_BLOCK = _TILES * STAT_TILE
-_WARPS = 4
+TILES = 8
+BLOCK = TILES * STAT_TILE
+WARPS = 4
 # programs in flight: parts of a row fill the processors where rows are few
 _PROGRAMS = 1024
 
 
 @triton.jit
-def _temperature_of(temperature, row, kind):
+def temperature_of(temperature, row, kind):
     """NaN, which makes a row bad, for what is no temperature and for a kind that there is not."""
     t = tl.load(temperature + row)
     return tl.where((t > 0.0) & (t < float("inf")) & (kind >= -1) & (kind <= 1), t, float("nan"))
@@ -30,35 +30,46 @@ def _temperature_of(temperature, row, kind):
 
 @triton.jit
 def draw_kernel(
-    logits, seeds, positions, temperature, kinds, values, ids_out, m, s, V, per_program, stride, TILES: tl.constexpr
-):
+    logits, edge, seeds, positions, temperature, kinds, values, ids_out, m, s, V, first_id, C, first_tile, tiles,
+    per_program, stride, TILES: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
     """Program (part, row) -> values fp64 and ids_out int32 [T, parts], which mean what ``sample_kernel``'s do; m fp32
     and s int64 [T, tiles].
+
+    Not SHARED, logits are [T, >= V], and first_id and first_tile 0. SHARED, column j of logits [T, C] is id first_id +
+    j, the tiles are those from first_tile on, and ids behind the columns are those of edge fp32 [T, 128].
     """
     row = tl.program_id(1)
-    start = tl.program_id(0) * per_program
+    start = first_tile * 128 + tl.program_id(0) * per_program
     kind = tl.load(kinds + row)
-    temp = _temperature_of(temperature, row, kind)
+    temp = temperature_of(temperature, row, kind)
     seed = tl.load(seeds + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     key = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
     drawn = kind == 0
-    tiles = tl.cdiv(V, 128)
+    stop = first_tile + tiles
     best = tl.full((), float("-inf"), tl.float64)
     choice = tl.full((), 0x7FFFFFFF, tl.int32)
     # a NaN or +inf shows in a tile's maximum
     bad = tl.zeros((TILES,), tl.int32)
-    end = tl.where(kind == -1, start, tl.minimum(start + per_program, V))
+    end = tl.where(kind == -1, start, tl.minimum(start + per_program, tl.minimum(stop * 128, V)))
     for begin in range(start, end, TILES * 128):
         tile = begin // 128 + tl.arange(0, TILES)
         ids = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
-        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"))
+        if SHARED:
+            column = ids - first_id
+            real = (tile < stop)[:, None] & (ids < V)
+            x = tl.load(logits + row.to(tl.int64) * stride + column, mask=real & (column < C), other=float("-inf"))
+            behind = tl.load(edge + row * 128 + column - C, mask=real & (column >= C), other=float("-inf"))
+            x = tl.where(column < C, x, behind)
+        else:
+            x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf"))
         x = tl.div_rn(x, temp)
         top, total, _ = tile_sums(x, 1, False)
         bad = tl.where(top < float("inf"), bad, 1)
-        at = row.to(tl.int64) * tiles + tile
-        tl.store(m + at, top, mask=tile < tiles)
-        tl.store(s + at, total, mask=tile < tiles)
+        at = row.to(tl.int64) * tiles + tile - first_tile
+        tl.store(m + at, top, mask=tile < stop)
+        tl.store(s + at, total, mask=tile < stop)
         value = x.to(tl.float64)
         r = _mix(key + (ids.to(tl.uint64) + 1) * _GOLDEN) >> 12
         rest = (4503599627370495 - r.to(tl.int64)).to(tl.float64) + 0.5
@@ -95,7 +106,7 @@ def score_kernel(
     good = (choice >= 0) & (best > float("-inf"))
     tl.atomic_add(bad, 1, mask=(kind != -1) & (good == 0))
     choice = tl.where(good & (kind != -1), choice, 0)
-    x = tl.div_rn(tl.load(logits + row.to(tl.int64) * stride + choice), _temperature_of(temperature, row, kind))
+    x = tl.div_rn(tl.load(logits + row.to(tl.int64) * stride + choice), temperature_of(temperature, row, kind))
     rows = row + tl.zeros((1,), tl.int32)
     mask = rows >= 0
     tiles = tl.cdiv(V, 128)
@@ -124,6 +135,18 @@ def rank_kernel(logits, kinds, out, V, per_program, stride, BLOCK: tl.constexpr)
     tl.atomic_add(out + T + row, tl.sum(count, 0).to(tl.int64), mask=end > start)
 
 
+def cut(ids: int, rows: int) -> tuple[int, int]:
+    """(parts of a row, ids of a part): whole blocks; at least one part."""
+    parts = max(1, min(triton.cdiv(ids, BLOCK), _PROGRAMS // rows))
+    per_program = max(1, triton.cdiv(triton.cdiv(ids, parts), BLOCK)) * BLOCK
+    return max(1, triton.cdiv(ids, per_program)), per_program
+
+
+def most_parts(ids: int) -> int:
+    """Of any number of rows; a power of two."""
+    return triton.next_power_of_2(max(1, min(triton.cdiv(ids, BLOCK), _PROGRAMS)))
+
+
 def draw(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, vocab_size: int, bad: Tensor,
     out: Tensor,
@@ -132,9 +155,7 @@ def draw(
     ``score_kernel``; ``bad`` int64 [1] is added to.
     """
     rows, device = len(logits), logits.device
-    parts = max(1, min(triton.cdiv(vocab_size, _BLOCK), _PROGRAMS // rows))
-    per_program = triton.cdiv(triton.cdiv(vocab_size, parts), _BLOCK) * _BLOCK
-    parts = triton.cdiv(vocab_size, per_program)
+    parts, per_program = cut(vocab_size, rows)
     tiles = triton.cdiv(vocab_size, STAT_TILE)
     values = torch.empty((rows, parts), dtype=torch.float64, device=device)
     ids = torch.empty((rows, parts), dtype=torch.int32, device=device)
@@ -142,14 +163,13 @@ def draw(
     s = torch.empty((rows, tiles), dtype=torch.int64, device=device)
     stride = logits.stride(0)
     draw_kernel[(parts, rows)](
-        logits, seeds, positions, temperature, kinds, values, ids, m, s, vocab_size, per_program, stride, TILES=_TILES,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        logits, logits, seeds, positions, temperature, kinds, values, ids, m, s, vocab_size, 0, vocab_size, 0, tiles,
+        per_program, stride, TILES=TILES, SHARED=False, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    most = triton.next_power_of_2(min(triton.cdiv(vocab_size, _BLOCK), _PROGRAMS))
     score_kernel[(rows,)](
-        logits, temperature, kinds, values, ids, m, s, out, bad, vocab_size, parts, stride, PARTS=most, TILES=512,
-        num_warps=4, enable_fp_fusion=False,
+        logits, temperature, kinds, values, ids, m, s, out, bad, vocab_size, parts, stride,
+        PARTS=most_parts(vocab_size), TILES=512, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     rank_kernel[(parts, rows)](
-        logits, kinds, out, vocab_size, per_program, stride, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
+        logits, kinds, out, vocab_size, per_program, stride, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
     )
