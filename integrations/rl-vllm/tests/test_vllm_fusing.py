@@ -125,7 +125,7 @@ def test_every_attention_of_a_model_is_joined_or_none():
     rotary = strict_module(StrictRotaryEmbedding)
     norms = [strict_module(StrictRMSNorm, variance_epsilon=1e-6) for _ in range(3)]
     good = [layer(rotary, norms[0], norms[1]), layer(rotary)]
-    assert fuse(torch.nn.ModuleList(good)) == 2
+    assert fuse(torch.nn.ModuleList(good)) == (2, 0)
     assert good[0].attn.impl.before.q_norm is norms[0]
     assert good[0].attn.attn_backend.forward_includes_kv_cache_update
     assert not StrictGPUBackend.forward_includes_kv_cache_update
@@ -145,6 +145,64 @@ def test_every_attention_of_a_model_is_joined_or_none():
     assert not fresh.hands_on
     with pytest.raises(MissingSupport, match="different eps"):
         fuse(layer(fresh, norms[0], strict_module(StrictRMSNorm, variance_epsilon=1e-5)))
+
+
+def mlp(**changes):
+    """An MLP of 48 columns as vLLM has it, by names; and what it does apart."""
+    from rl_vllm.layers import StrictLinearMethod, StrictSiluAndMul
+
+    g = torch.Generator().manual_seed(1)
+    made = torch.nn.Module()
+    made.gate_up_proj = torch.nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+    made.gate_up_proj.weight = torch.nn.Parameter(torch.randn(96, 64, generator=g).bfloat16(), requires_grad=False)
+    made.gate_up_proj.quant_method, made.act_fn = StrictLinearMethod(), strict_module(StrictSiluAndMul)
+    for name, value in changes.items():
+        setattr(made.gate_up_proj, name, value) if name != "act_fn" else setattr(made, name, value)
+
+    def forward(x):
+        return made.act_fn.forward_native(made.gate_up_proj.quant_method.apply(made.gate_up_proj, x))
+
+    return made, forward
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_an_mlp_activates_where_it_projects_with_the_same_bits(rows):
+    from rl_vllm.fusing import fuse
+
+    made, forward = mlp()
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    apart = forward(x)
+    assert fuse(torch.nn.ModuleList([made])) == (0, 1)
+    assert made.act_fn.hands_on
+    assert type(made.gate_up_proj.quant_method).__name__ == "StrictGateUpMethod"
+    assert made.act_fn.forward_native(x) is x
+    assert torch.equal(forward(x).view(torch.int16), apart.view(torch.int16))
+    assert apart.shape == (rows, 48)
+    # once is enough
+    assert fuse(torch.nn.ModuleList([made])) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bias": torch.nn.Parameter(torch.ones(96))}, {"gather_output": True}, {"quant_method": object()},
+        {"act_fn": torch.nn.SiLU()},
+    ],
+    ids=["bias", "gathered", "another method", "another activation"],
+)  # fmt: skip
+def test_an_mlp_of_another_form_stays_as_it_is(changes):
+    from rl_vllm.fusing import fuse
+
+    made, _ = mlp(**changes)
+    before = made.gate_up_proj.quant_method
+    assert fuse(made) == (0, 0)
+    assert made.gate_up_proj.quant_method is before
+    assert not getattr(made.act_fn, "hands_on", False)
+    # an activation that another MLP has, too, is one of both
+    other, _ = mlp()
+    if "act_fn" not in changes:
+        other.act_fn = made.act_fn
+        assert fuse(torch.nn.ModuleList([made, other])) == (0, 0)
 
 
 @pytest.mark.parametrize(("given", "joined"), [({}, True), ({"rl_fused": True}, True), ({"rl_fused": False}, False)])

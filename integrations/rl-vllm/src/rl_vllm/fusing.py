@@ -1,8 +1,9 @@
-"""q/k norm, rotation and cache write of a layer as one operator, run where vLLM runs its attention.
+"""Operators of a layer that vLLM calls one after the other, as one.
 
-vLLM's decoder layers call the norms, the rotation and the attention one after the other. Once a model stands, the first
-three hand their input on and the attention does their work, in which alone the cache is known. Same bits, one launch
-instead of seven. Every attention of the model is joined, or none.
+q/k norm, rotation and cache write run where vLLM runs its attention, in which alone the cache is known: once a model
+stands, the first three hand their input on. Same bits, one launch instead of seven. Every attention of the model is
+joined, or none. An MLP's activation hands on what its gate_up projection has already activated, which for few rows is
+one launch, too.
 
 ``additional_config={"rl_fused": False}`` keeps them apart. The decision stands in the engine's configuration, by which
 vLLM names its compiled graphs.
@@ -78,12 +79,34 @@ class Before:
         )  # fmt: skip
 
 
-def fuse(model: Any) -> int:
-    """Join the three operators in front of every attention of ``model``; returns how many attentions were joined.
+def fuse(model: Any) -> tuple[int, int]:
+    """Join what can be joined; returns how many attentions and how many MLPs were.
 
     Raises:
         MissingSupport: a layer around an attention is not one of those known here.
     """
+    return _fuse_attentions(model), _fuse_mlps(model)
+
+
+def _fuse_mlps(model: Any) -> int:
+    """MLPs of another form are left as they are, and those that share an activation with one."""
+    from rl_vllm.layers import StrictGateUpMethod, StrictLinearMethod, StrictSiluAndMul
+
+    def joins(projection: Any) -> bool:
+        plain = type(getattr(projection, "quant_method", None)) is StrictLinearMethod
+        return plain and projection.bias is None and not getattr(projection, "gather_output", False)
+
+    owners = [m for m in model.modules() if isinstance(getattr(m, "act_fn", None), StrictSiluAndMul)]
+    pairs = [(m.act_fn, getattr(m, "gate_up_proj", None)) for m in owners]
+    apart = {id(activation) for activation, projection in pairs if not joins(projection)}
+    joined = [pair for pair in pairs if id(pair[0]) not in apart]
+    for activation, projection in joined:
+        projection.quant_method = StrictGateUpMethod()  # type: ignore[union-attr]
+        activation.hands_on = True
+    return len(joined)
+
+
+def _fuse_attentions(model: Any) -> int:
     from rl_vllm.gpu_attention import FusedGPUBackend
     from rl_vllm.layers import StrictRMSNorm, _StrictRotary
 

@@ -55,6 +55,13 @@ class StrictLinearMethod(UnquantizedLinearMethod):
         return rl_gemm.column_parallel_linear(x, _weight(layer), bias)
 
 
+class StrictGateUpMethod(StrictLinearMethod):
+    """gate_up and the activation behind it, which hands on what it is given; see ``fusing``."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return rl_gemm.gate_up_swiglu(x, _weight(layer))
+
+
 class StrictEmbeddingMethod(UnquantizedEmbeddingMethod):
     """Token embedding (a gather) and lm_head: a chain over K whose fp32 accumulators are the logits."""
 
@@ -130,12 +137,15 @@ class StrictRMSNorm(RMSNorm):
 
 
 class StrictSiluAndMul(SiluAndMul):
+    # the projection does it, see ``fusing``
+    hands_on = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.strict = active()
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return rl_gemm.swiglu(x)
+        return x if self.hands_on else rl_gemm.swiglu(x)
 
     forward_cpu = forward_cuda = forward_hip = forward_native  # type: ignore[assignment]
 

@@ -98,8 +98,7 @@ def _draw_scored(
     if not rows:
         return
     if shared is not None:
-        columns = logits.shape[1]
-        if k is not None and (columns >= GPU_TILE or columns % GPU_TILE == 0):
+        if k is not None and logits.shape[1] >= GPU_TILE:
             own = logits if logits.stride(1) == 1 else logits.contiguous()
             k.draw_ranks.draw(own, seeds, positions, temperature, kinds, vocab_size, bad, out, shared)
             gpu.record("triton_draw_ranks.draw")

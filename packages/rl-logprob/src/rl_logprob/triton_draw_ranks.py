@@ -195,7 +195,7 @@ def draw(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, vocab_size: int, bad: Tensor,
     out: Tensor, comm: Communicator,
 ) -> None:  # fmt: skip
-    """As ``triton_draw.draw``, of logits fp32 [T, C] of this rank; C is at least 128, or a multiple of it."""
+    """As ``triton_draw.draw``, of logits fp32 [T, C] of this rank; C is at least 128."""
     edge = logits
     if logits.shape[1] % STAT_TILE:
         edges = comm.all_gather(logits[:, :STAT_TILE].contiguous()[None], dim=0)
