@@ -88,7 +88,7 @@ def run_rank(rank, folder):
     torch.set_num_threads(1)
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    for transport in ("shared_memory",):
+    for transport in ("shared_memory", "gloo"):
         comm = TreeCommunicator(transport=transport, timeout_s=PATIENCE_S)
         tokens = TokenShards(comm, [torch.arange(4), torch.arange(4, 8)])
         for odd in range(WORLD):

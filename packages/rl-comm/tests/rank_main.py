@@ -28,6 +28,7 @@ CHECKS = [
     rank_refusals.check_one_rank_refuses,
     rank_refusals.check_told,
     rank_refusals.check_numbers,
+    rank_refusals.check_modes,
     rank_values.check_many_small_calls,
 ]
 ONCE = [
@@ -39,6 +40,8 @@ ONCE = [
 ]
 PAIR = [
     rank_values.check_compiled,
+    rank_refusals.check_swapped,
+    rank_refusals.check_unheard,
     rank_refusals.check_absent_peer,
     rank_refusals.check_interrupted,
     rank_refusals.check_board_told,
@@ -55,7 +58,7 @@ def run_rank(rank, world, folder):
         check(rank, world)
     if world < 8:
         rank_values.transport = "gloo"
-        for check in CHECKS:
+        for check in CHECKS + ([rank_values.check_compiled, rank_refusals.check_swapped] if world == 2 else []):
             check(rank, world)
         rank_values.transport = "shared_memory"
     if rank == 0:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rank_values import make, same_bits
 from torch._subclasses import FakeTensorMode
 
-from rl_comm import TreeCommunicator, board, gather_from_ranks, reduce_from_ranks, shared_memory
+from rl_comm import TreeCommunicator, board, copy_to_ranks, gather_from_ranks, reduce_from_ranks, shared_memory
 from rl_comm.device import AgreedMover, NcclMover
 from rl_comm.mover import HEADER_BYTES, Call, GlooMover
 from rl_contract import ContractError, MissingSupport
@@ -84,12 +84,17 @@ def check_one_rank_refuses(rank, world):
         fake = torch.ones(2 * world)
     ops = (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast, lambda y: reduce_from_ranks(y, comm))
     cases += [(op, bad) for op in ops for bad in (*nested, fake)]
-    for op, bad in itertools.product((comm.all_gather_each, comm.all_gather_into), (*nested, fake, None)):
+    # what has no elements yet, and what has none any more
+    lazy, freed = (torch.nn.UninitializedParameter(), torch.nn.UninitializedBuffer()), torch.ones(2 * world)
+    freed.untyped_storage().resize_(0)
+    odd_ones = (*nested, fake, None, *lazy, freed)
+    for op, bad in itertools.product((comm.all_gather_each, comm.all_gather_into), odd_ones):
         with pytest.raises(
-            ContractError, match="supported: a " if rank == 0 else r"refused on rank 0, .*This rank: 2 x"
+            ContractError, match="supported: (a|one) " if rank == 0 else r"refused on rank 0, .*This rank: 2 x"
         ):
             op([x.clone(), bad if rank == 0 else x.clone()])
     cases += [(op, x.clone().requires_grad_()) for op in ops[:3]]
+    cases += [(op, bad) for op in ops[:4] for bad in (*lazy, freed)]
     for at, (call, bad) in enumerate(cases):
         odd = at % world
         with pytest.raises(ContractError, match=rf"ranks make different calls.*refused on rank {odd}, ") as refusal:
@@ -107,6 +112,20 @@ def check_one_rank_refuses(rank, world):
             with pytest.raises(ContractError, match="This rank: " if rank == 0 else "refused on rank 0,"):
                 transform(lambda y, op=op: op(y).sum())(x[None]) if rank == 0 else op(x[None])
             assert float(comm.all_reduce(torch.ones(1))) == world
+    # what ends before it is a call
+    for bad, wrap in ((x, torch.func.grad), (None, None), (nested[0], None), ("x", None)):
+        for op in (reduce_from_ranks, copy_to_ranks):
+            if rank == 0:
+                with pytest.raises(Exception, match=r"setup_context|copy_to_ranks got|This rank: "):
+                    wrap(lambda y, op=op: op(y, comm).sum())(bad) if wrap else op(bad, comm)
+            else:
+                # the other one's backward would have made the call that meets it
+                with pytest.raises(ContractError, match="refused on rank 0, "):
+                    reduce_from_ranks(x, comm)
+            assert float(comm.all_reduce(torch.ones(1))) == world
+    unreadable = type("Odd", (list,), {"__iter__": lambda self: iter([1 / 0])})([x])
+    with pytest.raises(ContractError, match="refused on rank 0, "):
+        comm.all_gather_each(unreadable if rank == 0 else [x])
     # two that refuse differently are both named
     with pytest.raises(ContractError, match=rf"refused on rank 0, {world - 1},"):
         comm.all_reduce({0: None, world - 1: ints}.get(rank, x))
@@ -118,10 +137,10 @@ def check_one_rank_refuses(rank, world):
         assert torch.equal(compiled(x, 0), torch.full((2,), float(world)))
     comm.barrier()
     # negated lazily: bytes alone would lose the sign
-    lazy = torch.complex(x, torch.arange(2.0 * world)).conj().imag
-    assert lazy.is_neg()
-    assert same_bits(comm.all_gather(lazy), (-torch.arange(2.0 * world)).repeat(world))
-    assert same_bits(make(two_shot_bytes=0).all_reduce(lazy), -torch.arange(2.0 * world) * world)
+    negated = torch.complex(x, torch.arange(2.0 * world)).conj().imag
+    assert negated.is_neg()
+    assert same_bits(comm.all_gather(negated), (-torch.arange(2.0 * world)).repeat(world))
+    assert same_bits(make(two_shot_bytes=0).all_reduce(negated), -torch.arange(2.0 * world) * world)
 
 
 def check_groups(rank, world):
@@ -355,6 +374,13 @@ def check_numbers(rank, world):
     comm = make()
     comm.barrier()
     comm._number += rank == world - 1
+    if comm.transport == "gloo":
+        # it waits until they have come to its call
+        if rank < world - 1:
+            with pytest.raises(ContractError, match=f"refused on rank {world - 1}, whose error says why"):
+                comm.all_reduce(torch.ones(3))
+        assert comm.all_reduce(torch.ones(3)).tolist() == [world] * 3
+        return
     for number in (2, 3):
         match = f"this is call {number} of rank 0 and call {number + 1} of rank {world - 1}"
         with pytest.raises(ContractError, match=match):
@@ -365,12 +391,6 @@ def check_told(rank, world):
     """A rank that refuses an operator waits for nobody; its peers' next call names it, and the one after is in step."""
     comm = make()
     last = world - 1
-    if comm.transport == "gloo":
-        # nothing is said there, and nothing is counted
-        if rank == last:
-            refuse(ContractError("x is torch.float16"), comm, given=(torch.ones(1),))
-        assert float(comm.all_reduce(torch.ones(1))) == world
-        return
     for times in (1, 2):
         if rank == last:
             for _ in range(times):
@@ -392,6 +412,41 @@ def check_told(rank, world):
     with FakeTensorMode():
         refuse(ContractError("fake"), comm)
     assert float(comm.all_reduce(torch.ones(1))) == world
+
+
+def check_swapped(rank, world):
+    """Ranks that call two communicators of one group in another order are told, over gloo at once."""
+    first, second = make(timeout_s=1), make(timeout_s=1)
+    order = [first, second] if rank else [second, first]
+    match = "different communicators of one group" if first.transport == "gloo" else "did not make|makes no calls"
+    for comm in order:
+        with pytest.raises((ContractError, RuntimeError), match=match):
+            comm.all_reduce(torch.full((2,), 10.0**rank))
+    assert float(make().all_reduce(torch.ones(1))) == world
+
+
+def check_modes(rank, world):
+    """A communicator made under inference mode, on one rank too, serves outside of it."""
+    with torch.inference_mode(rank == 0):
+        comm = make()
+    assert float(comm.all_reduce(torch.ones(1))) == world
+
+
+def check_unheard(rank, world):
+    """Between hosts nothing is said of a refusal; this rank's next call meets none that was not meant for it."""
+    gloo = GlooMover(dist.group.WORLD, rank, world)
+    group = NcclMover(dist.group.WORLD, rank, world, board.Signatures(gloo))
+    comm = TreeCommunicator.over({"cpu": group}, rank, world)
+    for _ in range(2):
+        assert float(comm.all_reduce(torch.ones(1))) == world
+    # alike on all
+    comm.refuse(ContractError("no"))
+    assert float(comm.all_reduce(torch.ones(1))) == world
+    met = []
+    gloo.agree = lambda call: met.append(call.op)
+    comm.refuse(ContractError("no"))
+    comm.all_reduce(torch.ones(1))
+    assert met == ["all_reduce"]
 
 
 def check_board_told(rank, world):

@@ -226,8 +226,23 @@ def check_many_small_calls(rank, world):
 
 
 def check_compiled(rank, world):
-    """A compiler sees one opaque op."""
+    """A compiler sees one opaque op of a sum; what is none breaks its graph, and refusals are met in step."""
     comm = make()
     x = partials(world, (3, 8))
     compiled = torch.compile(lambda p: comm.all_reduce(p * 1.0, out_dtype=torch.bfloat16) + 0, backend="eager")
     assert same_bits(compiled(x[rank]), tree_sum(x, torch.bfloat16))
+
+    def moves(p):
+        comm.barrier()
+        (each,) = comm.all_gather_each([p])
+        return comm.broadcast(p * 2.0, source=1) + 0, each + 0
+
+    broadcast, each = torch.compile(moves, backend="eager")(x[rank])
+    assert same_bits(broadcast, x[1] * 2.0)
+    assert same_bits(each, torch.cat(list(x)))
+    for bad in (None, x[0].to_sparse(), x[0].to("meta"), "x", x[0].clone().requires_grad_()):
+        for op in (comm.all_reduce, comm.all_gather):
+            call = torch.compile(lambda p, op=op: op(p) + 0, backend="eager")
+            with pytest.raises(ContractError, match="refused on rank 0, "):
+                call(bad if rank == 0 else x[0])
+            assert float(call(torch.ones(1))[0]) == (world if op == comm.all_reduce else 1)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from rl_contract import Communicator
-from rl_contract.communicator import dim_problem
+from rl_contract.communicator import dim_problem, refuse, tensor_problem
 
 
 def copy_to_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
     """The same ``x`` on every rank. Backward: the ranks' gradients, summed in fp32 by the tree, rounded once."""
-    return x if comm is None or comm.world_size == 1 else _CopyToRanks.apply(x, comm)
+    return x if comm is None or comm.world_size == 1 else _told(_CopyToRanks, x, comm)
 
 
 def gather_from_ranks(x: torch.Tensor, comm: Communicator | None, dim: int = -1) -> torch.Tensor:
@@ -26,12 +26,24 @@ def gather_from_ranks(x: torch.Tensor, comm: Communicator | None, dim: int = -1)
         if problem is not None:
             raise problem
         return x
-    return _GatherFromRanks.apply(x, comm, dim)
+    return _told(_GatherFromRanks, x, comm, dim)
 
 
 def reduce_from_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
     """Tree sum of the ranks' ``x`` in fp32, rounded once to its type. Backward: the gradient as it is."""
-    return x if comm is None or comm.world_size == 1 else _ReduceFromRanks.apply(x, comm)
+    return x if comm is None or comm.world_size == 1 else _told(_ReduceFromRanks, x, comm)
+
+
+def _told(function: Any, x: torch.Tensor, comm: Communicator, *rest: int) -> torch.Tensor:
+    """Peers learn of what ends this before it is a call of ``comm``, too."""
+    try:
+        if function is _CopyToRanks and (problem := tensor_problem("copy_to_ranks", x)) is not None:
+            raise problem
+        out: torch.Tensor = function.apply(x, comm, *rest)
+        return out
+    except Exception as problem:
+        refuse(problem, comm, given=(x,))
+        raise
 
 
 class _CopyToRanks(torch.autograd.Function):

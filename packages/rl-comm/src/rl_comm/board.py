@@ -127,6 +127,12 @@ class Signatures:
         self._gloo = gloo
         self._seen: set[bytes] = set()
 
+    def refuse(self, call: Call) -> None:
+        """Nothing is said. This rank's next call is agreed on anew, whatever its kind, so that it meets no call of
+        peers that wait for the one that was refused: they wait for the process group's timeout, unless they have
+        refused alike."""
+        self._seen.clear()
+
     def agree(self, call: Call) -> None:
         # what is kept of a call does not grow with the tensors it moves
         words, _ = _packed(call)

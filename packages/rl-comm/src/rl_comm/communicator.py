@@ -28,7 +28,7 @@ from rl_comm.refusals import (
     unreadable,
     unusable,
 )
-from rl_comm.steps import InStep, in_step
+from rl_comm.steps import InStep, in_step, told
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, Launch, MissingSupport, record_launch
 from rl_contract.communicator import dim_problem, sum_problem
@@ -114,6 +114,8 @@ class TreeCommunicator(InStep):
             f"transport={transport!r}, two_shot_bytes={two_shot_bytes}",
             unusable(transport, two_shot_bytes, timeout_s, identity, backends) or no_host_group(host_group, group),
         )
+        if world_size > 1:
+            gloo.become()
         movers = choose(group, gloo, transport, timeout_s, with_nccl="nccl" in backends)
         self._assemble(rank, world_size, movers, two_shot_bytes)
 
@@ -141,6 +143,7 @@ class TreeCommunicator(InStep):
         """What moves the bytes of GPU tensors: ``nccl``, ``nccl+peer_memory``, or ``staged-`` and the host's."""
         return self._movers["cuda"].name
 
+    @told
     def all_reduce(self, partial: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tree sum of fp32 ``partial``, rounded once to ``out_dtype`` (default fp32); same bits on every rank.
 
@@ -156,6 +159,7 @@ class TreeCommunicator(InStep):
             return partial if out_dtype is None else partial.to(out_dtype)
         return torch.ops.rl_comm.all_reduce(partial, out_dtype or torch.float32, self._handle)
 
+    @told
     def reduce_scatter(
         self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -175,8 +179,9 @@ class TreeCommunicator(InStep):
             return partial if out_dtype is None else partial.to(out_dtype)
         return torch.ops.rl_comm.reduce_scatter(partial, dim, out_dtype or torch.float32, self._handle)
 
+    @told
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
-        """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first. Moves bytes, any dtype.
+        """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first; bytes of ``mover.DTYPES``.
 
         Raises:
             ContractError: on every rank, when shapes or dtypes differ, or when one rank refuses its call.
@@ -267,11 +272,15 @@ class TreeCommunicator(InStep):
 
     def _several(self, op: str, tensors: Any) -> tuple[Call, Exception | None]:
         """The call that gathers each of ``tensors``, and why it can't be made, if so."""
-        # a tensor's rows would be taken for tensors
-        listed = list(tensors) if isinstance(tensors, Sequence) else []
+        listed, unlisted = [], list_problem(tensors)
+        if unlisted is None:
+            try:
+                listed = list(tensors)
+            except Exception as error:
+                unlisted = ContractError(f"a gather of several tensors got a sequence that can't be read: {error!r}")
         first, *others = [self._call(op, x) for x in listed] or [self._call(op, None)]
         call = replace(first, beside=tuple(others)) if others else first
-        return call, list_problem(tensors) or each_problem([first, *others], listed)
+        return call, unlisted or each_problem([first, *others], listed)
 
     def _undifferentiated(self, op: str, x: torch.Tensor) -> Exception | None:
         # a world of one is the identity, also for autograd

@@ -26,9 +26,8 @@ class NcclMover:
         self.group, self.rank, self.world_size, self.peers = group, rank, world_size, peers
         self.name = "nccl" if peers is None else f"nccl+{peers.name}"
         self._agreement = agreement
-        if isinstance(agreement, Board):
-            # says that this rank refuses a call, without waiting for its peers
-            self.refuse = agreement.refuse
+        # says that this rank refuses a call, without waiting for its peers
+        self.refuse = getattr(agreement, "refuse", None)
         self._grouped = True
         # connections are made at the first use of each form, which must not be inside a graph capture
         if torch.cuda.is_available():

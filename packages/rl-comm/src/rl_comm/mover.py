@@ -7,6 +7,7 @@ a small payload costs one exchange.
 
 import itertools
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ _UNKNOWN = -1
 # bytes, of all ranks, that are gathered at once beside the memory they belong in
 PIECE_BYTES = 1 << 28
 _MOST_NAMED = 64
+# which communicator it is stands above the call's number
+_KIND_SHIFT = 40
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,10 @@ class Call:
         place = "" if device == 0 else f", on {DEVICES[device] if device > 0 else 'an unsupported device'}"
         more = f" and {words[-2] >> 32} tensors beside it (check {words[-2] & 0xFFFFFFFF:08x})" if words[-2] else ""
         return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place}){more}"
+
+
+# what is said of an operator that a rank has refused
+REFUSAL = Call("refusal", None, None, 0, (), refused=True)
 
 
 # calls that move several tensors are made of few kinds, and are of many themselves
@@ -216,6 +223,10 @@ def _pieces(wholes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield pieces
 
 
+# how many communicators were made over a group
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
 class GlooMover:
     """Direct exchange between all pairs of a gloo group: one step of latency, where a ring takes world_size - 1."""
 
@@ -223,6 +234,20 @@ class GlooMover:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
+        # which communicator's calls these are; 0 for what is exchanged before that is known
+        self._kind = 0
+
+    def become(self) -> None:
+        """From here on, calls are those of one more communicator over this group, and no other's; on all ranks."""
+        mine = torch.tensor([_communicators.get(self.group, 0) + 1])
+        call = Call("barrier", torch.int64, torch.int64, 1, ())
+        found = self.gather(call, mine.view(torch.uint8)).contiguous().view(torch.int64)
+        # one that could not be made on some ranks was counted on the others
+        self._kind = _communicators[self.group] = int(found.max())
+
+    def refuse(self, call: Call) -> None:
+        """Nothing is said now: what nobody answers would hold this rank until the group's timeout. The number of this
+        rank's next call tells its peers, who come to it by raising once for each call that was refused."""
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
@@ -269,21 +294,50 @@ class GlooMover:
         self._agree(call, torch.empty(0, dtype=torch.uint8))
 
     def _agree(self, call: Call, head: torch.Tensor) -> torch.Tensor:
-        blocks = torch.empty(self.world_size, BLOCK_BYTES, dtype=torch.uint8)
-        dist.all_to_all_single(blocks, self._block(call, head).repeat(self.world_size), group=self.group)
-        check_heads(blocks[:, :HEAD_BYTES])
-        return blocks
-
-    def _block(self, call: Call, head: torch.Tensor) -> torch.Tensor:
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-        block[:HEAD_BYTES] = head_of(call)
+        block[:HEAD_BYTES] = head_of(call, self._kind)
         block[HEAD_BYTES : HEAD_BYTES + head.numel()] = head
-        return block
+        while True:
+            blocks = torch.empty(self.world_size, BLOCK_BYTES, dtype=torch.uint8)
+            dist.all_to_all_single(blocks, block.repeat(self.world_size), group=self.group)
+            if self._met(blocks[:, :HEAD_BYTES]):
+                return blocks
+
+    def _met(self, heads: torch.Tensor) -> bool:
+        """Whether all ranks make this call; not while peers have yet to come to what this rank has refused before.
+
+        Raises:
+            ContractError: on every rank where the calls differ; where a rank has refused this one, on those that make
+                it.
+        """
+        words = heads.contiguous().view(torch.int64)
+        if bool((words == words[0]).all()):
+            return True
+        rows = words.tolist()
+        check_kinds([row[-1] >> _KIND_SHIFT for row in rows])
+        numbers = [row[-1] for row in rows]
+        least = min(numbers)
+        if numbers[self.rank] > least:
+            return False
+        check_calls([row[:-1] if row[-1] == least else REFUSAL.words() for row in rows])
+        return True
 
 
-def head_of(call: Call) -> torch.Tensor:
+def head_of(call: Call, kind: int = 0) -> torch.Tensor:
     """uint8 [HEAD_BYTES]"""
-    return torch.tensor([*call.words(), call.number], dtype=torch.int64).view(torch.uint8)
+    return torch.tensor([*call.words(), kind << _KIND_SHIFT | call.number], dtype=torch.int64).view(torch.uint8)
+
+
+def check_kinds(kinds: list[int]) -> None:
+    """Refuse ranks that call several communicators of one group, each another one."""
+    other = next((r for r, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise alike(
+            ContractError(
+                f"ranks call different communicators of one group: rank 0 the {kinds[0]}. that was made over it, rank "
+                f"{other} the {kinds[other]}.; every rank must call them in the same order, from one thread"
+            )
+        )
 
 
 def check_heads(heads: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 
 from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call
 from rl_contract import ContractError, MissingSupport
@@ -23,7 +24,7 @@ def stored(x: Any) -> bool:
     """
     return isinstance(x, torch.Tensor) and (
         torch.compiler.is_compiling()
-        or (not x.is_nested and type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
+        or (not is_lazy(x) and not x.is_nested and type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
     )
 
 
@@ -42,7 +43,12 @@ def fits_op(x: Any, out_dtype: Any, dim: Any = 0) -> bool:
         and isinstance(dim, int)
         and not isinstance(dim, bool)
         and abs(dim) < 1 << 62
-        and (torch.compiler.is_compiling() or ((stored(x) or _traced()) and differentiated("", x) is None))
+        and (
+            # a compiler would refuse it alone, before the ranks have met
+            not (torch.is_grad_enabled() and x.requires_grad)
+            if torch.compiler.is_compiling()
+            else (stored(x) or _traced()) and differentiated("", x) is None
+        )
     )
 
 
@@ -69,7 +75,18 @@ def unmovable(call: Call, x: torch.Tensor) -> Exception | None:
         return ContractError(f"{call.op} got {x.dtype} in {x.dim()} dimensions, supported: {DTYPES}, up to {MAX_DIMS}")
     if call.device not in DEVICES:
         return MissingSupport(f"{call.op} got a tensor on {call.device}, supported: {DEVICES}; move it to one of these")
+    if _given_back(x):
+        return ContractError(
+            f"{call.op} got a tensor whose memory was given back, supported: one that holds its values"
+        )
     return None
+
+
+def _given_back(x: torch.Tensor) -> bool:
+    """As sharded trainers do with weights that others are to gather again."""
+    if torch.compiler.is_compiling() or _traced() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def unreadable(op: str, x: Any) -> Exception | None:

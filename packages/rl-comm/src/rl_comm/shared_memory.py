@@ -169,9 +169,11 @@ class SharedMemoryMover(Refusals):
         self.rank, self.world_size = gloo.rank, gloo.world_size
         self._memory, self._libc, self._pids, self._timeout_s = memory, libc, pids, timeout_s
         world = self.world_size
-        raw = torch.frombuffer(memory, dtype=torch.uint8)
+        # calls write to it, in whatever mode they are made
+        with torch.inference_mode(False):
+            raw = torch.frombuffer(memory, dtype=torch.uint8)
+            self._buffers = raw[world * world * _SEMAPHORE_BYTES : -world].view(2, world, SLOT_BYTES)
         self._base = raw.data_ptr()
-        self._buffers = raw[world * world * _SEMAPHORE_BYTES : -world].view(2, world, SLOT_BYTES)
         # a byte a rank, not 0 once it has left the calls for good
         self._left = memoryview(memory)[-world:]
         self._round = 0

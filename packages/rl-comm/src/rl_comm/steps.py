@@ -5,15 +5,17 @@ be met by another call of theirs, with values that were never meant for it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_comm.mover import Call, Mover, is_alike
+from rl_comm.mover import REFUSAL, Call, Mover, is_alike
 from rl_contract import ContractError
-from rl_contract.communicator import know
+from rl_contract.communicator import know, refuse
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +29,6 @@ def in_step(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
         ContractError: an earlier call was the last.
     """
 
-    @wraps(call)
     def counted(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._failed:
             raise self._out_of_step()
@@ -38,7 +39,30 @@ def in_step(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
             self._leave(call.__name__.lstrip("_"), error)
             raise
 
-    return counted
+    untraced = torch.compiler.disable(counted)
+
+    @wraps(call)
+    def step(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        # what is no operator breaks a compiler's graph: traced, its exchange would be another one
+        if torch.compiler.is_compiling():
+            return untraced(self, *args, **kwargs)
+        return counted(self, *args, **kwargs)
+
+    return step
+
+
+def told(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Peers learn of what ends this before it is a call, too."""
+
+    @wraps(call)
+    def telling(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(self, *args, **kwargs)
+        except Exception as problem:
+            refuse(problem, self, given=args)
+            raise
+
+    return telling
 
 
 class InStep:
@@ -55,11 +79,10 @@ class InStep:
     def refuse(self, problem: Exception, *, device: str = "") -> None:
         """Tell the peers that this rank refuses an operator that would have made a call, with ``problem``.
 
-        Over shared memory and the board beside NCCL. Gloo is not used for it: what nobody answers there holds this
-        process and its peers until the group's timeout, while a rank's end closes connections, which tells them.
-
         Waits for nobody: each peer's next call raises ContractError naming this rank, and this rank's next one is in
-        step with those after. Where a call has failed on this rank, peers are told already. See
+        step with those after. Over shared memory, and by the board beside NCCL, peers are told at once; over gloo when
+        this rank makes its next call, until which they wait, at most for the group's timeout. Between hosts whose ranks
+        use NCCL they wait for that timeout. Where a call has failed on this rank, peers are told already. See
         ``rl_contract.communicator.refuse``.
 
         Args:
@@ -67,12 +90,13 @@ class InStep:
         """
         mover = self._movers.get(device) or self._movers[self._device]
         refuse: Callable[[Call], None] | None = getattr(mover, "refuse", None)
-        if self.world_size == 1 or self._failed or refuse is None:
+        if self.world_size == 1 or self._failed:
             return
         self._number += 1
-        # what traces or transforms the operator must leave alone what is said about it
-        with _disable_current_modes(), temporarily_clear_interpreter_stack():
-            refuse(Call("refusal", None, None, 0, (), refused=True, number=self._number))
+        if refuse is not None:
+            # what traces or transforms the operator must leave alone what is said about it
+            with _disable_current_modes(), temporarily_clear_interpreter_stack():
+                refuse(replace(REFUSAL, number=self._number))
 
     def _leave(self, name: str, error: BaseException) -> None:
         """After ``error`` of a call: peers may have met another one, or wait for what this rank will not send."""

@@ -34,7 +34,7 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
-        """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first. Moves bytes, any dtype."""
+        """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first. Moves bytes."""
         ...
 
 
@@ -50,8 +50,9 @@ def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> None:
     """Tell each of ``peers`` of ``problem``, which ends an operator on this rank, before the operator raises it.
 
     Peers would wait for this rank in the operator's collectives. Each one's next call of the communicator raises
-    ContractError naming this rank instead, and calls after that are in step. Nobody is waited for, and nothing is
-    exchanged where a compiler looks on, with peers of a communicator that has raised ``problem``, or in a world of one.
+    ContractError naming this rank instead, and calls after that are in step; when they learn of it is the
+    communicator's affair (``TreeCommunicator.refuse``). Nobody is waited for, and nothing is exchanged where a compiler
+    looks on, with peers of a communicator that has raised ``problem``, or in a world of one.
 
     Args:
         peers: communicators and TokenShards the operator was given; what has no ``refuse`` is passed over.
