@@ -40,7 +40,6 @@ ONCE = [
 ]
 PAIR = [
     rank_values.check_compiled,
-    rank_refusals.check_swapped,
     rank_refusals.check_unheard,
     rank_refusals.check_absent_peer,
     rank_refusals.check_interrupted,
