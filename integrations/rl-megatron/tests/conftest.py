@@ -118,6 +118,25 @@ def tiny_samples(vocab: int, lengths: tuple[tuple[int, int], ...], seed: int = 1
     return [tuple(torch.randint(0, vocab, (n,), generator=generator).tolist() for n in pair) for pair in lengths]
 
 
+def tensors_without_numbers(dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, str]]:
+    """Two ones of every kind that is no dense tensor with values, and how a refusal calls it."""
+    ones = torch.ones(2, dtype=dtype)
+    kinds = [
+        (ones.to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (ones[None].to_sparse_csr(), "a tensor of layout torch.sparse_csr"),
+        (torch.nested.nested_tensor([ones]), "a nested tensor"),
+        (torch.nested.nested_tensor([ones], layout=torch.jagged), "a nested tensor"),
+        (ones.to("meta"), "a tensor on the meta device"),
+        (torch.nn.parameter.UninitializedBuffer(), "an uninitialized parameter"),
+    ]
+    if dtype == torch.float32:
+        kinds += [
+            (ones.to_mkldnn(), "a tensor of layout torch._mkldnn"),
+            (torch.quantize_per_tensor(ones, 1.0, 0, torch.qint8), "a quantized tensor of torch.qint8"),
+        ]
+    return kinds
+
+
 def run_world(
     folder: Path, world: int, job: dict[str, Any], seconds: float = 300, stop: threading.Event | None = None
 ) -> list[dict[str, Any]]:

@@ -180,6 +180,24 @@ def test_samples_of_anything_but_whole_ids_are_refused(sample: Any, words: str) 
         assert "sample 1 has" in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_ids_and_masks_without_numbers_of_their_own_are_refused_by_kind(tiny: Any) -> None:
+    for odd, kind in tiny.tensors_without_numbers(torch.int64):
+        for sample, part in ((odd, [6]), "prompt"), (([5], odd), "response"), (([5], [6, 7], odd), "mask"):
+            with pytest.raises(ContractError) as error:
+                pack([([1], [2]), sample])
+            assert f"the {part} of sample 1 is {kind}" in str(error.value)
+            assert "supported: a dense tensor" in str(error.value)
+        with pytest.raises(ContractError, match="supported: a sequence of samples"):
+            pack(odd)
+    for dtype in (torch.int64, torch.bool):
+        for one in (torch.ones((), dtype=dtype, device="meta"), torch.ones((), dtype=dtype).to_sparse()):
+            with pytest.raises(ContractError, match=r"(?s)sample 0 has token id tensor\(.*supported: integers"):
+                pack([([5, one], [6])])
+            with pytest.raises(ContractError, match=r"(?s)sample 0 has tensor\(.*in its mask, supported: True and False"):
+                pack([([5], [6, 7], [True, one])])
+
+
 def test_samples_may_hold_any_integers_and_bools() -> None:
     wanted = pack([([5, 6], [7, 8], [True, False])])
     for of in (list, tuple, np.array, torch.tensor, lambda x: np.array(x, dtype=np.uint16 if x[0] > 1 else bool)):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_contract import ContractError
-from rl_megatron import ParallelConfig, grpo_loss
+from rl_megatron import ParallelConfig, group_advantages, grpo_loss
 from rl_megatron.batch import PackedBatch, micro_batches
 from rl_megatron.step_inputs import StepInputs
 
@@ -64,6 +64,30 @@ def test_what_is_no_step_is_refused_by_name() -> None:
     for samples in (None, 3, "ab", {"prompt": [1], "response": [2]}):
         with pytest.raises(ContractError, match=r"PackedBatch: samples=.*supported: a sequence of samples"):
             PackedBatch.pack(samples, **SIZES)  # type: ignore[arg-type]
+
+
+def refused(call: Any, *words: str) -> None:
+    with pytest.raises(ContractError) as error:
+        call()
+    for part in (*words, "supported: a dense tensor"):
+        assert part in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_tensors_without_numbers_of_their_own_are_refused_by_kind(tiny: Any) -> None:
+    rows, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    for odd, kind in tiny.tensors_without_numbers():
+        refused(lambda: inputs(odd, OLD), f"train_step: advantages is {kind}")
+        refused(lambda: inputs([1.0, 2.0], [odd, OLD[1]]), f"train_step: old_logprobs[0] is {kind}")
+        refused(lambda: inputs([1.0, 2.0], odd), f"train_step: old_logprobs is {kind}")
+        refused(lambda: inputs([1.0, 2.0], OLD, [odd, OLD[1]]), f"train_step: ref_logprobs[0] is {kind}")
+        refused(lambda: group_advantages(odd, 2), f"group_advantages: rewards is {kind}")
+        given: dict[str, Any] = {"logprob": rows, "old_logprob": rows, "advantages": rows, "ref_logprob": rows}
+        for name in (*given, "mask"):
+            refused(lambda: grpo_loss(**({"mask": mask} | given | {name: odd}), denominator=2), f"{name} is {kind}")
+    for odd in (torch.tensor(1.0, device="meta"), torch.tensor(1.0).to_sparse()):
+        refused(lambda: inputs([0.5, odd], OLD), "train_step: advantages[1] is a tensor o")
+        refused(lambda: inputs([1.0, 2.0], [[0.0, odd], OLD[1]]), "train_step: old_logprobs[0][1] is a tensor o")
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(NAN, "nan"), (INF, "inf"), (-INF, "-inf"), (1e39, r"1e\+39")])

@@ -15,6 +15,7 @@ from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import whole_number
 from rl_contract.devices import to_device
 from rl_contract.shares import LaterShares
+from rl_megatron.checks import tensor_problem
 
 T = TypeVar("T")
 # int64 numbers in what an allocation's address is a multiple of
@@ -114,7 +115,7 @@ class PackedBatch:
                 sequence, has an id that is no integer or outside the vocabulary, or a mask of the wrong length or with
                 anything but bools, 0 and 1.
         """
-        if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
+        if isinstance(samples, (str, bytes, Mapping, Tensor)) or not isinstance(samples, Iterable):
             raise ContractError(f"PackedBatch: samples={samples!r:.80}, supported: a sequence of samples")
         for name, number in (("vocab_size", vocab_size), ("max_positions", max_positions), ("cp", cp)):
             if not whole_number(number) or number < 1:
@@ -134,7 +135,9 @@ class PackedBatch:
         if sample.mask is not None:
             parts["mask"] = sample.mask
         for name, part in parts.items():
-            if not _is_row(part):
+            if odd := tensor_problem(f"the {name} of sample {index}", part):
+                problems.append(odd)
+            elif not _is_row(part):
                 problems.append(f"sample {index} has {name}={part!r:.80}, supported: a sequence with one entry a token")
         if problems:
             return problems
@@ -161,9 +164,9 @@ class PackedBatch:
                 f"sample {index} has a mask of {len(sample.mask)} for {len(sample.response)} response tokens; "
                 "give one entry each"
             )
-        odd = [m for m in sample.mask if not _is_flag(m)] if sample.mask is not None else []
-        if odd:
-            problems.append(f"sample {index} has {odd[0]!r} in its mask, supported: True and False, or 1 and 0")
+        flags = [m for m in sample.mask if not _is_flag(m)] if sample.mask is not None else []
+        if flags:
+            problems.append(f"sample {index} has {flags[0]!r} in its mask, supported: True and False, or 1 and 0")
         return problems
 
     @cached_property
@@ -294,13 +297,17 @@ def _is_row(value: object) -> bool:
 
 def _is_integer(value: object) -> bool:
     if isinstance(value, Tensor):
+        if tensor_problem("", value):
+            return False
         whole = not value.is_floating_point() and not value.is_complex()
         return value.ndim == 0 and whole and value.dtype != torch.bool
     return whole_number(value)
 
 
 def _is_flag(value: object) -> bool:
-    if isinstance(value, (bool, np.bool_)) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return tensor_problem("", value) is None
+    if isinstance(value, (bool, np.bool_)):
         return True
     return _is_integer(value) and bool(value in (0, 1))
 

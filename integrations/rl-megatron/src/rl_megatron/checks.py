@@ -5,7 +5,9 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 
 def real(value: object) -> bool:
@@ -31,8 +33,29 @@ def choice_problem(name: str, value: object, known: Sequence[str]) -> str | None
     return f"{name}={value!r:.80}, supported: {', '.join(map(repr, known))}"
 
 
+def tensor_problem(name: str, value: object) -> str | None:
+    """What is wrong with a tensor that has no plain numbers in memory; None for all others, and for what is none."""
+    if not isinstance(value, Tensor):
+        return None
+    if is_lazy(value):
+        given = "an uninitialized parameter"
+    elif value.is_nested:
+        given = "a nested tensor"
+    elif value.layout != torch.strided:
+        given = f"a tensor of layout {value.layout}"
+    elif value.is_meta:
+        given = "a tensor on the meta device, which has no values"
+    elif value.is_quantized:
+        given = f"a quantized tensor of {value.dtype}"
+    else:
+        return None
+    return f"{name} is {given}, supported: a dense tensor with its values (x.to_dense(), x.dequantize(), x.unbind())"
+
+
 def sequence_problem(name: str, values: object, each: str) -> str | None:
     """What is wrong with what must have a length and an order; ``each`` says what its entries are."""
+    if problem := tensor_problem(name, values):
+        return problem
     if isinstance(values, (np.ndarray, Tensor)) and values.ndim > 0:
         return None
     if isinstance(values, Sequence) and not isinstance(values, (str, bytes)):
@@ -50,8 +73,12 @@ def numbers_problem(name: str, values: Any) -> str | None:
     if isinstance(values, Tensor):
         fits = values.ndim == 1 and not values.is_complex() and "bool" not in str(values.dtype)
         return None if fits else f"{name} is {values.dtype} {tuple(values.shape)}, supported: numbers in one dimension"
-    odd = [v for v in values if not (real(v) or (isinstance(v, Tensor) and v.ndim == 0 and not v.is_complex()))]
-    return f"{name} holds {odd[0]!r:.80}, supported: numbers" if odd else None
+    for i, value in enumerate(values):
+        if problem := tensor_problem(f"{name}[{i}]", value):
+            return problem
+        if not (real(value) or (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex())):
+            return f"{name} holds {value!r:.80}, supported: numbers"
+    return None
 
 
 def folder_problem(name: str, value: object) -> str | None:

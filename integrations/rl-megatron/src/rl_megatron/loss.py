@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_contract import ContractError
 from rl_contract.checks import whole_number
 from rl_contract.devices import to_device
-from rl_megatron.checks import instance_problem, real
+from rl_megatron.checks import instance_problem, real, tensor_problem
 
 _LOG2E = 1.4426950408889634
 # Taylor coefficients of exp(r ln 2), highest first: at |r| <= 0.5 the first omitted term is below 2**-60
@@ -88,14 +88,14 @@ def grpo_loss(
         ref_logprob: fp32 ``[n]``; needed where ``config.kl_coef`` is above 0.
 
     Raises:
-        ContractError: what is no tensor or no LossConfig, shapes differ, the mask is not bool, the denominator is none,
+        ContractError: what is no dense tensor or no LossConfig, shapes differ, the mask is not bool, the denominator is none,
             the reference is missing, or a valid token has an old or reference log-probability or an advantage on the
             CPU that is not finite; a GPU is not waited for.
     """
     config = LossConfig() if config is None else config
     tensors = {"logprob": logprob, "old_logprob": old_logprob, "advantages": advantages, "mask": mask}
     tensors |= {} if ref_logprob is None else {"ref_logprob": ref_logprob}
-    kinds = [instance_problem(name, value, Tensor) for name, value in tensors.items()]
+    kinds = [instance_problem(n, value, Tensor) or tensor_problem(n, value) for n, value in tensors.items()]
     if wrong := [p for p in (*kinds, instance_problem("config", config, LossConfig)) if p]:
         raise ContractError("grpo_loss: " + "; ".join(wrong))
     given = [old_logprob, advantages, mask] + ([] if ref_logprob is None else [ref_logprob])
@@ -160,9 +160,11 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     ``scale=False`` leaves out the division. A group of equal rewards gives exactly 0. std is the population's.
 
     Raises:
-        ContractError: the rewards are no tensor of finite numbers, their number is not a multiple of ``group_size``,
+        ContractError: the rewards are no dense tensor of finite numbers, their number is not a multiple of ``group_size``,
             or ``eps`` is no number of 0 and above.
     """
+    if problem := tensor_problem("rewards", rewards):
+        raise ContractError(f"group_advantages: {problem}")
     if not isinstance(rewards, Tensor) or rewards.is_complex():
         raise ContractError(f"rewards={rewards!r:.80}, supported: a tensor of numbers, torch.tensor(rewards)")
     if not real(eps) or not 0 <= eps < math.inf:
