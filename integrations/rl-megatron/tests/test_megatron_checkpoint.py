@@ -149,3 +149,14 @@ def test_trainer_refuses_before_it_joins_a_world(tiny: Any, tmp_path: Path) -> N
     with pytest.raises(ContractError, match=r"token_budget=-5.*threads=0"):
         trainer(token_budget=-5, threads=0)
     trainer(token_budget=None, threads=None)
+
+
+def test_a_file_that_is_cut_short_or_is_none_is_refused_with_the_others(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.tiny_config()
+    whole = Path(tiny.write_folder(tmp_path, config, tiny.tiny_tensors(config))) / "model.safetensors"
+    (tmp_path / "a.safetensors").write_bytes(whole.read_bytes()[:-1])
+    (tmp_path / "b.safetensors").write_bytes(b"none")
+    with pytest.raises(
+        ContractError, match=r"a\.safetensors can't be read \(.*; b\.safetensors can't be read \(.*; give"
+    ):
+        HfTensors(tmp_path)

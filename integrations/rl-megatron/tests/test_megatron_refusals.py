@@ -194,7 +194,9 @@ def test_ids_and_masks_without_numbers_of_their_own_are_refused_by_kind(tiny: An
         for one in (torch.ones((), dtype=dtype, device="meta"), torch.ones((), dtype=dtype).to_sparse()):
             with pytest.raises(ContractError, match=r"(?s)sample 0 has token id tensor\(.*supported: integers"):
                 pack([([5, one], [6])])
-            with pytest.raises(ContractError, match=r"(?s)sample 0 has tensor\(.*in its mask, supported: True and False"):
+            with pytest.raises(
+                ContractError, match=r"(?s)sample 0 has tensor\(.*in its mask, supported: True and False"
+            ):
                 pack([([5], [6, 7], [True, one])])
 
 

@@ -14,6 +14,7 @@ import torch
 from rl_contract import ContractError
 from rl_megatron import ParallelConfig, group_advantages, grpo_loss
 from rl_megatron.batch import PackedBatch, micro_batches
+from rl_megatron.fingerprint import fingerprint
 from rl_megatron.step_inputs import StepInputs
 
 SIZES = {"vocab_size": 97, "max_positions": 64}
@@ -66,28 +67,28 @@ def test_what_is_no_step_is_refused_by_name() -> None:
             PackedBatch.pack(samples, **SIZES)  # type: ignore[arg-type]
 
 
-def refused(call: Any, *words: str) -> None:
-    with pytest.raises(ContractError) as error:
-        call()
-    for part in (*words, "supported: a dense tensor"):
-        assert part in str(error.value)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_tensors_without_numbers_of_their_own_are_refused_by_kind(tiny: Any) -> None:
-    rows, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    def refused(words: str, call: Any, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(ContractError) as error:
+            call(*args, **kwargs)
+        assert words in str(error.value)
+        assert "supported: a dense tensor" in str(error.value)
+
+    zeros = torch.zeros(2)
+    right: dict[str, Any] = {"logprob": zeros, "old_logprob": zeros, "advantages": zeros, "ref_logprob": zeros}
+    right["mask"] = torch.ones(2, dtype=torch.bool)
     for odd, kind in tiny.tensors_without_numbers():
-        refused(lambda: inputs(odd, OLD), f"train_step: advantages is {kind}")
-        refused(lambda: inputs([1.0, 2.0], [odd, OLD[1]]), f"train_step: old_logprobs[0] is {kind}")
-        refused(lambda: inputs([1.0, 2.0], odd), f"train_step: old_logprobs is {kind}")
-        refused(lambda: inputs([1.0, 2.0], OLD, [odd, OLD[1]]), f"train_step: ref_logprobs[0] is {kind}")
-        refused(lambda: group_advantages(odd, 2), f"group_advantages: rewards is {kind}")
-        given: dict[str, Any] = {"logprob": rows, "old_logprob": rows, "advantages": rows, "ref_logprob": rows}
-        for name in (*given, "mask"):
-            refused(lambda: grpo_loss(**({"mask": mask} | given | {name: odd}), denominator=2), f"{name} is {kind}")
+        refused(f"train_step: advantages is {kind}", inputs, odd, OLD)
+        refused(f"train_step: old_logprobs[0] is {kind}", inputs, [1.0, 2.0], [odd, OLD[1]])
+        refused(f"train_step: old_logprobs is {kind}", inputs, [1.0, 2.0], odd)
+        refused(f"train_step: ref_logprobs[0] is {kind}", inputs, [1.0, 2.0], OLD, [odd, OLD[1]])
+        refused(f"group_advantages: rewards is {kind}", group_advantages, odd, 2)
+        for name in right:
+            refused(f"grpo_loss: {name} is {kind}", grpo_loss, **(right | {name: odd}), denominator=2)
     for odd in (torch.tensor(1.0, device="meta"), torch.tensor(1.0).to_sparse()):
-        refused(lambda: inputs([0.5, odd], OLD), "train_step: advantages[1] is a tensor o")
-        refused(lambda: inputs([1.0, 2.0], [[0.0, odd], OLD[1]]), "train_step: old_logprobs[0][1] is a tensor o")
+        refused("train_step: advantages[1] is a tensor o", inputs, [0.5, odd], OLD)
+        refused("train_step: old_logprobs[0][1] is a tensor o", inputs, [1.0, 2.0], [[0.0, odd], OLD[1]])
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(NAN, "nan"), (INF, "inf"), (-INF, "-inf"), (1e39, r"1e\+39")])
@@ -134,10 +135,11 @@ def test_the_loss_refuses_what_is_not_finite_where_it_counts() -> None:
 
 
 RANK = """
-import json, pickle, sys
+import copy, json, os, pickle, sys
 import numpy as np
+import torch
 from rl_contract import ContractError
-from rl_megatron import OptimizerConfig, TrainerRank
+from rl_megatron import LossConfig, OptimizerConfig, TrainerRank, load_hf
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 arguments = pickle.load(open(folder + "/job.pkl", "rb"))
@@ -151,6 +153,11 @@ for number, wrong in enumerate(
         {"mode": "native", "native_operators": "te"},
         {"optimizer": OptimizerConfig(lr=1.0)},
         {"mode": "native"},
+        {"hf_path": folder + "/other"},
+        {"hf_path": folder + "/shards"},
+        {"hf_path": folder + "/cut"},
+        {"hf_path": folder + "/none"},
+        {"hf_path": folder + "/nan"},
     )
 ):
     rest = {**arguments, **(wrong if rank else {})}
@@ -196,17 +203,100 @@ for call in (
 whole = all(bool((p == before[n]).all()) for n, p in trainer.model.named_parameters()) and not trainer.optimizer.steps
 # what a masked token has counts nowhere
 masked = [(*samples[0], [True, False]), samples[1]]
+first = copy.deepcopy(trainer.optimizer.state_dict())
 step = trainer.train_step(masked, [1.0, 2.0], [np.array([old[0][0], nan if alone else 7.0]), old[1]])
-json.dump([refused, said, whole, step["skipped"], step["ratio_mean"]], open(f"{folder}/said{rank}.json", "w"))
+
+
+def told(*calls):
+    out = []
+    for call in calls:
+        try:
+            call()
+            out.append(None)
+        except ContractError as error:
+            out.append(str(error))
+    return out
+
+
+def bits(arrays):
+    return [a.tobytes() for a in arrays]
+
+
+trained = [5.0, np.float64(5.0)][rank]
+calls = {
+    "train_step": lambda: trainer.train_step(samples, [1.0, 2.0], old),
+    "logprobs": lambda: trainer.logprobs(samples),
+    "reference_logprobs": lambda: trainer.reference_logprobs(samples),
+    "export_weights": lambda: trainer.export_weights(),
+    "save": lambda: trainer.save(folder + "/saved"),
+}
+mixed = {}
+# rank 0 has kept its reference before the step, rank 1 after it
+if alone:
+    trainer.keep_reference()
+mixed["reference"] = told(calls["reference_logprobs"])
+trainer.keep_reference()
+new = bits(trainer.logprobs(samples))
+right = [bits(trainer.reference_logprobs(samples)) == new != bits(old)]
+last = copy.deepcopy(trainer.optimizer.state_dict())
+if alone:
+    trainer.optimizer.load_state_dict(first)
+mixed["steps"] = told(*calls.values())
+if not alone:
+    trainer.optimizer.load_state_dict(first)
+right.append(bits(trainer.logprobs(samples)) == bits(old))
+trainer.optimizer.load_state_dict(last)
+if alone:
+    trainer.loss_config = LossConfig(kl_coef=0.5)
+mixed["loss"] = told(lambda: trainer.train_step(samples, [1.0, 2.0], old, ref_logprobs=old))
+# the same number of another type is no difference
+trainer.loss_config = LossConfig(clip_high=trained)
+mixed["entropy"] = told(lambda: trainer.logprobs(samples, with_entropy=torch.ones(2) if alone else False))
+mixed["load"] = told(lambda: load_hf(trainer.model, folder + ("/other" if alone else "/model")))
+right.append(bits(trainer.logprobs(samples)) == new)
+held = trainer._model
+if alone:
+    trainer._model = None
+mixed["gone"] = told(*calls.values())
+trainer._model = held
+mixed["writer"] = told(lambda: trainer.save(folder + ("/saved" if alone else "/job.pkl/saved")))
+none = not os.path.exists(folder + "/saved")
+trainer.save(folder + "/saved")
+# a rank may read what another has written
+right += [none, os.path.exists(folder + "/saved/config.json"), bits(trainer.logprobs(samples)) == new]
+mixed["twice"] = told(lambda: trainer.save(folder + ("/saved" if alone else "/fresh")))
+right.append(trainer.train_step(samples, [1.0, 2.0], trainer.logprobs(samples))["ratio_mean"] == 1.0)
+outcome = [refused, said, whole, step["skipped"], step["ratio_mean"], mixed, right]
+json.dump(outcome, open(f"{folder}/said{rank}.json", "w"))
 trainer.close()
 """
+
+
+def write_folders(folder: Path, tiny: Any, config: dict[str, Any]) -> None:
+    """One model, and the same config with other weights, other files, a file cut short, none, and a NaN."""
+    tensors = tiny.tiny_tensors(config)
+    tiny.write_folder(folder / "model", config, tensors)
+    tiny.write_folder(folder / "other", config, tiny.tiny_tensors(config, seed=1))
+    for name, part in (("a", sorted(tensors)[::2]), ("b", sorted(tensors)[1::2])):
+        tiny.write_folder(folder / "shards", config, {n: tensors[n] for n in part})
+        (folder / "shards" / "model.safetensors").rename(folder / "shards" / f"{name}.safetensors")
+    cut = Path(tiny.write_folder(folder / "cut", config, tensors)) / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    (Path(tiny.write_folder(folder / "none", config, tensors)) / "model.safetensors").unlink()
+    # at a place that no block of the fingerprint holds
+    at = (folder / "model" / "model.safetensors").read_bytes()
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors[name].view(-1)[tensors[name].numel() // 14] = NAN
+    path = Path(tiny.write_folder(folder / "nan", config, tensors)) / "model.safetensors"
+    assert path.read_bytes() != at
+    assert fingerprint(path) == fingerprint(folder / "model" / "model.safetensors")
 
 
 @pytest.mark.engine
 def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(tiny: Any, tmp_path: Path) -> None:
     config = tiny.tiny_config()
-    folder = tiny.write_folder(tmp_path / "model", config, tiny.tiny_tensors(config))
-    job = {"hf_path": folder, "profile": tiny.tiny_profile(config), "parallel": ParallelConfig(tp=2)}
+    write_folders(tmp_path, tiny, config)
+    job = {"hf_path": tmp_path / "model", "profile": tiny.tiny_profile(config), "parallel": ParallelConfig(tp=2)}
     (tmp_path / "job.pkl").write_bytes(pickle.dumps(job))
     command = [sys.executable, "-W", "ignore", "-c", RANK]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
@@ -216,7 +306,7 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
         for process in ranks:
             process.kill()
     for rank in range(2):
-        refused, said, whole, skipped, ratio = json.loads((tmp_path / f"said{rank}.json").read_text())
+        refused, said, whole, skipped, ratio, mixed, right = json.loads((tmp_path / f"said{rank}.json").read_text())
         *one, both = said
         prefix = "" if rank else "rank 1 refuses this call, which all ranks make together: ContractError: "
         for words, told in zip(
@@ -240,9 +330,8 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
             one[6:-1],
             strict=True,
         ):
-            assert told.startswith(f"rank 1 was given other {words} than rank 0; every rank makes the same calls")
+            assert told.startswith(f"rank 1 has other {words} than rank 0; every rank makes the same calls")
         assert one[-1].startswith(prefix + "save: path=None, supported: a path")
-        assert not (tmp_path / "saved").exists()
         alone = "" if rank else "rank 1 refuses this call, which all ranks make together: "
         for (kind, words), told in zip(
             (
@@ -256,9 +345,39 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
         ):
             assert told[0] == (kind if rank else "ContractError")
             assert told[1].startswith(alone + (words if rank else f"{kind}: {words}"))
-        assert [told[1].partition("=")[0] for told in refused[4:]] == [
-            "ranks of one trainer differ: rank 1 has optimizer",
-            "ranks of one trainer differ: rank 1 has mode",
+        differ = "ranks of one trainer differ: rank 1 has "
+        assert [told[1].partition("=")[0] for told in refused[4:8]] == [
+            *(differ + "optimizer", differ + "mode"),
+            *(differ + "checkpoint file model.safetensors", differ + "checkpoint file a.safetensors"),
         ]
+        assert "rank 1 has checkpoint file model.safetensors=None" in refused[7][1]
+        for words, told in zip(
+            (
+                f"checkpoint {tmp_path}/cut: model.safetensors can't be read",
+                f"checkpoint {tmp_path}/none: no *.safetensors file",
+                "model.layers.0.mlp.gate_proj.weight has 1 NaN",
+            ),
+            refused[8:],
+            strict=True,
+        ):
+            assert told[1].startswith(alone + words if rank else f"{alone}ContractError: {words}")
+        other = "rank 1 has other {} than rank 0; every rank makes the same calls"
+        for name, words in (
+            ("reference", [other.format("reference")]),
+            ("steps", [other.format("optimizer steps")] * 5),
+            ("loss", [other.format("loss")]),
+            ("entropy", [prefix + "logprobs: with_entropy=tensor([1., 1.]), supported: a bool"]),
+            ("load", [differ + "checkpoint file model.safetensors='"]),
+            ("gone", [prefix + "this TrainerRank is not initialised; call init() first"] * 5),
+        ):
+            assert len(mixed[name]) == len(words)
+            assert all(told.startswith(said) for told, said in zip(mixed[name], words)), (name, mixed[name])
+        assert mixed["writer"][0].startswith(
+            "rank 0 refuses this call, which all ranks make together: ContractError: " * rank
+            + f"{tmp_path}/job.pkl/saved cannot be made"
+        )
+        assert mixed["twice"][0].startswith(prefix + f"{tmp_path}/saved already holds weights")
+        assert all(right), right
+        assert not (tmp_path / "fresh").exists()
         assert both.startswith("train_step: the advantage of sample 1 is nan")
         assert (whole, skipped, ratio) == (True, False, 1.0)

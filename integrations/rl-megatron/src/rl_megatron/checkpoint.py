@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_contract import ContractError
 from rl_megatron import topology
 from rl_megatron.checks import folder_problem
+from rl_megatron.fingerprint import fingerprint
 from rl_megatron.model import shard_dim
 from vime_sync import layout
 from vime_sync.shape import ModelShape
@@ -41,7 +43,8 @@ class HfTensors(Mapping[str, Tensor]):
     """The tensors of a Hugging Face folder by name, read when asked.
 
     Raises:
-        ContractError: no safetensors file, an index that names a missing file or tensor, a tensor that is in two files.
+        ContractError: no safetensors file, one that is cut short or is none, an index that names a missing file or
+            tensor, a tensor that is in two files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,17 +60,27 @@ class HfTensors(Mapping[str, Tensor]):
         if not files:
             problems.append("no *.safetensors file")
         self._files: dict[str, Path] = {}
-        for name in files:
-            if (folder / name).is_file():
-                with safe_open(folder / name, framework="pt") as handle:
-                    for key in handle.keys():  # noqa: SIM118 - not a mapping
-                        if key in self._files:
-                            problems.append(f"{key} is in {self._files[key].name} and in {name}")
-                        self._files[key] = folder / name
+        found = {name: folder / name for name in files if (folder / name).is_file()}
+        for name, file in found.items():
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    keys = list(handle.keys())
+            except SafetensorError as error:
+                problems.append(f"{name} can't be read ({error})")
+                continue
+            for key in keys:
+                if key in self._files:
+                    problems.append(f"{key} is in {self._files[key].name} and in {name}")
+                self._files[key] = file
         if listed is not None:
             problems += [f"{_INDEX} lists {key}, no file has it" for key in listed if key not in self._files]
         if problems:
             raise ContractError(f"checkpoint {folder}: {'; '.join(problems)}; give a complete Hugging Face folder")
+        self._found = found
+
+    def fingerprints(self) -> dict[str, str]:
+        """``fingerprint`` of each weight file, by its name in the folder."""
+        return {name: fingerprint(file) for name, file in self._found.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._files[name], framework="pt") as handle:
@@ -81,6 +94,26 @@ class HfTensors(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
+
+
+def open_hf(path: str | Path) -> HfTensors:
+    """The weights of a Hugging Face folder, once every rank of the world has found the same ones in its own.
+
+    Ranks compare names, sizes and fingerprints of the weight files (see ``rl_megatron.fingerprint``, which says what is
+    read of a file); every rank must call it. A rank alone compares nothing.
+
+    Raises:
+        ContractError: as ``HfTensors``, on every rank if on one; ranks whose files differ, on every rank, naming the
+            first one and the files.
+    """
+
+    def look() -> tuple[HfTensors, dict[str, str]]:
+        tensors = HfTensors(path)
+        return tensors, tensors.fingerprints() if topology.ranks() > 1 else {}
+
+    tensors, found = topology.together(look)
+    topology.agree({f"checkpoint file {name}": said for name, said in found.items()})
+    return tensors
 
 
 def check_hf(tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
@@ -102,25 +135,28 @@ def check_hf(tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
 
 
 def load_hf(model: GPTModel, path: str | Path) -> None:
-    """Load a Hugging Face folder into this rank's part of the model.
+    """Load a Hugging Face folder into this rank's part of the model; every rank must call it.
 
     A tensor of another float type than the model's is rounded once, to nearest even.
 
     Raises:
-        ContractError: every defect of the checkpoint, before anything is written.
+        ContractError: every defect of the checkpoint, before this rank writes anything, on every rank if on one; ranks
+            whose folders differ, see ``open_hf``.
     """
-    load_tensors(model, HfTensors(path))
+    tensors = open_hf(path)
+    topology.together(lambda: load_tensors(model, tensors))
 
 
 def load_tensors(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
-    """As ``load_hf``, from tensors by Hugging Face name."""
+    """As ``load_hf``, from tensors by Hugging Face name, of this rank alone: nothing is asked of the others."""
     built = model.rl
     shape = model_shape(model)
     check_hf(tensors, shape)
     local = layout.from_hf(
         tensors,
         shape,
-        topology.tensor_parallel().rank,
+        # no communicator, which ranks make together, in what one of them may refuse
+        parallel_state.get_tensor_model_parallel_rank(),
         built.parallel.tp,
         padded_vocab=built.padded_vocab,
         # TransformerEngine keeps a layer's norms in its linear modules
@@ -156,22 +192,26 @@ def export_hf(model: GPTModel) -> dict[str, Tensor] | None:
 
 
 def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> None:
-    """Write ``config.json`` and ``model.safetensors``; every rank must call it, the first one writes.
+    """Write ``config.json`` and ``model.safetensors``; every rank must call it, the first one writes, all wait for it.
 
     Raises:
-        ContractError: no path, the folder already holds weights, or, on the rank that writes, it cannot be written to.
+        ContractError: no path, the folder already holds weights or cannot be written to; on every rank if on one.
     """
-    if problem := folder_problem("path", path):
-        raise ContractError(f"save_hf: {problem}")
-    folder = Path(path)
-    # every rank looks before the first one writes, and all of them learn what any of them saw
-    held = torch.tensor([bool(list(folder.glob("*.safetensors")))])
-    for comm in (topology.tensor_parallel(), topology.context_parallel()):
-        held = comm.all_gather(held).any(0, keepdim=True)
-    if bool(held):
-        raise ContractError(f"{folder} already holds weights; give an empty or new folder")
+
+    def prepare() -> Path:
+        if problem := folder_problem("path", path):
+            raise ContractError(f"save_hf: {problem}")
+        if list(Path(path).glob("*.safetensors")):
+            raise ContractError(f"{path} already holds weights; give an empty or new folder")
+        return Path(path)
+
+    # every rank looks before the first one writes
+    folder = topology.together(prepare)
     tensors = export_hf(model)
-    if tensors is not None and topology.context_parallel().rank == 0:
+
+    def write() -> None:
+        if tensors is None or parallel_state.get_context_parallel_rank():
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -180,6 +220,8 @@ def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> 
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.rename(folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(dict(hf_config), indent=1), encoding="utf-8")
+
+    topology.together(write)
 
 
 def model_shape(model: GPTModel) -> ModelShape:

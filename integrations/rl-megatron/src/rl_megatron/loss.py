@@ -88,9 +88,9 @@ def grpo_loss(
         ref_logprob: fp32 ``[n]``; needed where ``config.kl_coef`` is above 0.
 
     Raises:
-        ContractError: what is no dense tensor or no LossConfig, shapes differ, the mask is not bool, the denominator is none,
-            the reference is missing, or a valid token has an old or reference log-probability or an advantage on the
-            CPU that is not finite; a GPU is not waited for.
+        ContractError: what is no dense tensor or no LossConfig, shapes differ, the mask is not bool, the denominator is
+            none, the reference is missing, or a valid token has an old or reference log-probability or an advantage on
+            the CPU that is not finite; a GPU is not waited for.
     """
     config = LossConfig() if config is None else config
     tensors = {"logprob": logprob, "old_logprob": old_logprob, "advantages": advantages, "mask": mask}
@@ -160,8 +160,8 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     ``scale=False`` leaves out the division. A group of equal rewards gives exactly 0. std is the population's.
 
     Raises:
-        ContractError: the rewards are no dense tensor of finite numbers, their number is not a multiple of ``group_size``,
-            or ``eps`` is no number of 0 and above.
+        ContractError: the rewards are no dense tensor of finite numbers, their number is not a multiple of
+            ``group_size``, or ``eps`` is no number of 0 and above.
     """
     if problem := tensor_problem("rewards", rewards):
         raise ContractError(f"group_advantages: {problem}")

@@ -20,7 +20,7 @@ from rl_megatron.cpu_device import use as use_device
 T = TypeVar("T")
 
 # of one exchange before a call: whether this rank refuses it, and digests of what it was given
-_WORDS = 8
+_WORDS = 16
 
 _communicators: dict[int, tuple[object, Communicator]] = {}
 # by id of the world's group: that, and one that moves CPU tensors
@@ -147,15 +147,20 @@ def _host_group() -> Any:
     return held[1]
 
 
+def ranks() -> int:
+    """Of the world; 1 where none has been joined."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def agree(what: Mapping[str, object]) -> None:
     """Compare ``what`` over all ranks of the world, on the host.
 
     Raises:
         ContractError: on every rank, naming the first rank that differs, and in what.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if ranks() == 1:
         return
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * ranks()
     dist.all_gather_object(everyone, dict(what), group=_host_group())
     problems = [
         f"rank {rank} has {name}={theirs.get(name)!r}, rank 0 {everyone[0].get(name)!r}"
@@ -172,13 +177,13 @@ def together(prepare: Callable[[], T], given: Callable[[T], Mapping[str, bytes]]
     refuses; agreed on the host, by a few numbers unless a rank refuses.
 
     Args:
-        given: what all ranks must have been given alike, of what ``prepare`` returned, by name; the first is the call.
+        given: what all ranks must have alike, of what ``prepare`` returned, by name; the first is the call.
 
     Raises:
         ContractError: on the ranks that were ready, naming the first one that was not, and why, there its own error; or
-            on all ranks, naming the first one that was given something else than rank 0.
+            on all ranks, naming the first one that has something else than rank 0.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if ranks() == 1:
         return prepare()
     error: Exception | None = None
     row, names = [1], []
@@ -204,8 +209,8 @@ def together(prepare: Callable[[], T], given: Callable[[T], Mapping[str, bytes]]
             # numbers of another call mean something else
             said = ", ".join(other[:1] if other[0] == names[0] else other)
             raise ContractError(
-                f"rank {rank} was given other {said} than rank 0; every rank makes the same calls with the same "
-                "arguments, in the same order; nothing was computed"
+                f"rank {rank} has other {said} than rank 0; every rank makes the same calls with the same arguments, "
+                "in the same order; nothing was computed"
             )
     return out
 

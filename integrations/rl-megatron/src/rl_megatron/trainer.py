@@ -1,7 +1,8 @@
 """One rank of the trainer behind plain calls: numbers, lists and numpy arrays in, the same out."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +88,8 @@ class TrainerRank:
         self._model: GPTModel | None = None
         self._optimizer: Optimizer | None = None
         self._reference: list[Tensor] | None = None
+        # how often one was kept, and after how many optimizer steps
+        self._kept = (0, 0)
         self._fallback: str | None = None
         self._hf_config: dict[str, Any] = {}
         if problems := self._problems():
@@ -124,11 +127,13 @@ class TrainerRank:
 
         Raises:
             ContractError: an unsupported config, cut or profile, before the world is joined; no checkpoint and ranks
-                that differ, before anything is built; a defective weight file.
+                that differ, in their arguments or in the weight files of their folders (see ``checkpoint.open_hf``),
+                before anything is built; a defective weight file.
             MissingSupport: ``native_operators="te"`` without TransformerEngine, or recomputation or Megatron's
                 optimizer on a CPU, before anything is built.
 
-        What one rank refuses, the others do too: it joins them and says so. A world of one is not joined then.
+        What one rank refuses once its config, cut, profile and device are supported, the others do too: it joins them
+        and says so. A world of one is not joined then.
         """
         operators: Literal["te", "local"] | None = None
         config: dict[str, Any] | None = None
@@ -153,22 +158,28 @@ class TrainerRank:
         try:
             topology.together(agreed)
             topology.agree(self._identity() | {"native operators": operators})
-            self._model = build_model(
-                self._hf_config,
-                self.profile,
-                self.parallel,
-                mode=self.mode,
-                recompute=self.recompute,
-                recompute_modules=self.recompute_modules,
-                native_operators=operators or "auto",
-            )
-            checkpoint.load_hf(self._model, self.hf_path)
-            self._model.train()
-            self._optimizer = make_optimizer(self._model, self.optimizer_config)
+            tensors = checkpoint.open_hf(self.hf_path)
+            model = topology.together(lambda: self._build(operators or "auto"))
+            topology.together(lambda: checkpoint.load_tensors(model, tensors))
+            self._optimizer = topology.together(lambda: make_optimizer(model, self.optimizer_config))
+            self._model = model
         except BaseException:
             self.close()
             raise
         return self.report()
+
+    def _build(self, operators: te.NativeOperators) -> GPTModel:
+        model = build_model(
+            self._hf_config,
+            self.profile,
+            self.parallel,
+            mode=self.mode,
+            recompute=self.recompute,
+            recompute_modules=self.recompute_modules,
+            native_operators=operators,
+        )
+        model.train()
+        return model
 
     def _operators(self) -> Literal["te", "local"] | None:
         """The native arm's operators, once the options that a device may lack are sound."""
@@ -206,8 +217,9 @@ class TrainerRank:
             samples: ``Sample``, mappings or ``(prompt, response[, mask])``, see ``rl_megatron.Sample.of``.
 
         Raises:
-            ContractError: bad samples or a bad temperature, or ranks that were given different ones, on every rank
-                before anything is computed; in the strict arm a log-probability that is NaN.
+            ContractError: bad samples or a bad temperature, ranks that were given different ones or are not after the
+                same number of optimizer steps, on every rank before anything is computed; in the strict arm a
+                log-probability that is NaN.
         """
         return self._scores("logprobs", samples, temperature, with_entropy)
 
@@ -215,16 +227,22 @@ class TrainerRank:
         self, call: str, samples: Sequence[Any], temperature: float, with_entropy: bool
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
         def prepare() -> list[PackedBatch]:
-            if call == "reference_logprobs" and self._reference is None:
+            if problem := checks.instance_problem("with_entropy", with_entropy, bool):
+                raise ContractError(f"{call}: {problem}")
+            if of_reference and self._reference is None:
                 raise ContractError(
                     "no reference is kept; call keep_reference() while the model holds the reference weights"
                 )
             return self._batches(samples, temperature)
 
-        name = f"{call}, with_entropy={bool(with_entropy)}"
-        batches = topology.together(prepare, lambda found: self._given(name, found, temperature))
+        def given(found: list[PackedBatch]) -> dict[str, bytes]:
+            same = self._given(f"{call}, with_entropy={with_entropy}", found, temperature)
+            return same | ({"reference": repr(self._kept).encode()} if of_reference else {})
+
+        of_reference = call == "reference_logprobs"
+        batches = topology.together(prepare, given)
         found: list[tuple[Tensor, ...]] = []
-        with torch.no_grad():
+        with torch.no_grad(), self._reference_weights() if of_reference else nullcontext():
             for batch in batches:
                 out = token_logprobs(
                     self.model, batch, temperature=temperature, with_entropy=with_entropy, nonfinite=self._nonfinite
@@ -239,13 +257,22 @@ class TrainerRank:
         return (values, rest[0]) if with_entropy else values
 
     def keep_reference(self) -> None:
-        """Take the present weights as the reference policy of ``reference_logprobs`` and of the KL term."""
+        """Take the present weights as the reference policy of ``reference_logprobs`` and of the KL term.
+
+        Nothing is asked of the other ranks here: ``reference_logprobs`` compares how often each has kept one, and after
+        how many optimizer steps.
+        """
         self._reference = [p.detach().clone() for p in self.model.parameters()]
+        self._kept = (self._kept[0] + 1, self.optimizer.steps)
 
     def reference_logprobs(self, samples: Sequence[Any], *, temperature: float = 1.0) -> list[np.ndarray]:
-        """As ``logprobs``, under the reference; the policy's weights come back untouched."""
-        with self._reference_weights():
-            out = self._scores("reference_logprobs", samples, temperature, False)
+        """As ``logprobs``, under the reference; the policy's weights come back untouched.
+
+        Raises:
+            ContractError: as ``logprobs``; on every rank too where one has kept no reference, or has kept its own at
+                another point than rank 0.
+        """
+        out = self._scores("reference_logprobs", samples, temperature, False)
         assert isinstance(out, list)
         return out
 
@@ -273,11 +300,16 @@ class TrainerRank:
 
         Raises:
             ContractError: samples, numbers or a temperature outside of that, or ranks that were given different ones,
-                on every rank before anything is computed: the rank that refuses says why, the others name the rank.
+                have another ``loss_config`` or are not after the same number of optimizer steps, on every rank before
+                anything is computed: the rank that refuses says why, the others name the rank.
         """
         batches, given = topology.together(
             lambda: self._step(samples, advantages, old_logprobs, ref_logprobs, temperature),
-            lambda found: self._given("train_step", found[0], temperature) | found[1].content(found[0]),
+            lambda found: (
+                self._given("train_step", found[0], temperature)
+                | found[1].content(found[0])
+                | {"loss": repr([float(x) for x in astuple(self.loss_config)]).encode()}
+            ),
         )
         total = sum(int(b.loss_mask.sum()) for b in batches)
         self.optimizer.zero_grad()
@@ -343,19 +375,25 @@ class TrainerRank:
 
         They are copies on the trainer's device.
         """
-        topology.together(lambda: self.model, lambda _: {"call": b"export_weights"})
+        topology.together(lambda: self.model, lambda _: self._call("export_weights"))
         tensors = checkpoint.export_hf(self.model)
         return tensors if self.rank == 0 else None
 
     def save(self, path: str | Path) -> None:
-        """Write a Hugging Face folder; every rank must call it."""
+        """Write a Hugging Face folder; every rank must call it, the first one writes, all wait for it.
 
-        def prepare() -> None:
+        Raises:
+            ContractError: on every rank if on one: no path, a folder that holds weights or cannot be written to, a rank
+                that is not initialised or not after the same number of optimizer steps.
+        """
+
+        def prepare() -> GPTModel:
             if problem := checks.folder_problem("path", path):
                 raise ContractError(f"save: {problem}")
+            return self.model
 
-        topology.together(prepare, lambda _: {"call": b"save"})
-        checkpoint.save_hf(self.model, path, self._hf_config)
+        model = topology.together(prepare, lambda _: self._call("save"))
+        checkpoint.save_hf(model, path, self._hf_config)
 
     def report(self) -> dict[str, Any]:
         """What this rank runs: profile fingerprint, versions, the class at each boundary, launches so far."""
@@ -383,6 +421,7 @@ class TrainerRank:
     def close(self) -> None:
         """Leave the world and free the model; safe to call twice."""
         self._model = self._optimizer = self._reference = None
+        self._kept = (0, 0)
         topology.stop()
 
     @property
@@ -408,11 +447,15 @@ class TrainerRank:
             cp=self.parallel.cp,
         )
 
+    def _call(self, name: str) -> dict[str, bytes]:
+        """What every call of all ranks compares: which one it is, and whose weights it reads or changes."""
+        return {"call": name.encode(), "optimizer steps": str(self.optimizer.steps).encode()}
+
     def _given(self, call: str, batches: Sequence[PackedBatch], temperature: float) -> dict[str, bytes]:
         """What all ranks must have been given alike: each packs all samples, and takes its part of the tokens then."""
         # where one batch ends and the next begins is among its lengths
         content = b"".join(len(b.samples).to_bytes(8, "little") + b.content() for b in batches)
-        return {"call": call.encode(), "samples": content, "temperature": float(temperature).hex().encode()}
+        return self._call(call) | {"samples": content, "temperature": float(temperature).hex().encode()}
 
     def _step(
         self, samples: Sequence[Any], advantages: Any, old_logprobs: Any, ref_logprobs: Any, temperature: float
