@@ -13,13 +13,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_contract import ContractError, MissingSupport, Profile, launches
-from rl_megatron import checkpoint, checks, te, topology
-from rl_megatron.batch import PackedBatch, micro_batches, token_budget_problem
+from rl_megatron import arguments, checkpoint, checks, te, topology
+from rl_megatron.batch import PackedBatch, micro_batches
 from rl_megatron.config import ModelConfig, ParallelConfig
 from rl_megatron.cpu_device import cpu_device
 from rl_megatron.cpu_device import device as current_device
 from rl_megatron.loss import Loss, LossConfig, fixed_sum, grpo_loss
-from rl_megatron.model import Mode, Recompute, build_model, check_recompute, module_classes, recompute_problem
+from rl_megatron.model import Mode, Recompute, build_model, check_recompute, module_classes
 from rl_megatron.native import native_substitutions
 from rl_megatron.optimizer import Optimizer, OptimizerConfig, check_optimizer, make_optimizer
 from rl_megatron.scoring import check_temperature, token_logprobs
@@ -92,35 +92,9 @@ class TrainerRank:
         self._kept = (0, 0)
         self._fallback: str | None = None
         self._hf_config: dict[str, Any] = {}
-        if problems := self._problems():
+        if problems := arguments.problems(self):
             raise ContractError("TrainerRank: " + "; ".join(problems))
         self.recompute_modules = tuple(recompute_modules)
-
-    def _problems(self) -> list[str]:
-        found = [
-            token_budget_problem(self.token_budget),
-            checks.url_problem("init_method", self.init_method),
-            checks.folder_problem("hf_path", self.hf_path),
-            checks.instance_problem("profile", self.profile, Profile),
-            checks.instance_problem("parallel", self.parallel, ParallelConfig),
-            checks.instance_problem("optimizer", self.optimizer_config, OptimizerConfig),
-            checks.instance_problem("loss", self.loss_config, LossConfig),
-            checks.instance_problem("share_gpu", self.share_gpu, bool),
-            recompute_problem(self.recompute, self.recompute_modules),
-        ]
-        if self.share_gpu is True and str(self.device) == "cpu":
-            found.append("share_gpu=True, supported: with a GPU; leave it out on device='cpu'")
-        found.append(checks.choice_problem("mode", self.mode, ("strict", "native")))
-        found.append(te.option_problem(self.native_operators, self.mode))
-        for name, value, least, other in (
-            ("rank", self.rank, 0, ""),
-            ("threads", self.threads, 1, ", or None to leave torch's"),
-            ("keep_logits", self.keep_logits, 0, ""),
-        ):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not whole and not (value is None and other):
-                found.append(f"{name}={value!r}, supported: an integer of {least} and above{other}")
-        return [problem for problem in found if problem]
 
     def init(self) -> dict[str, Any]:
         """Check everything, join the world, build and load the model; returns ``report()``.
