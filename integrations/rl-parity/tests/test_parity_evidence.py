@@ -1,6 +1,5 @@
 """Each sitting's evidence stands for its own steps: what one shows covers no other, and what nobody told is said."""
 
-import json
 import shutil
 
 import pytest
@@ -116,7 +115,10 @@ def test_a_sitting_that_was_killed_is_told_of_by_the_next_one(inline_workers, tm
     found = RunDirectory(out).evidence("strict")
     assert [(e["sitting"], bool(e["train"])) for e in sittings.entries(found)] == [(0, False), (1, True)]
     capsys.readouterr()
-    words = "Unproven: what 1 of the strict arm's workers and engines launched, which did not say it: all of sitting 1"
+    words = (
+        "Unproven: what 2 of the strict arm's 2 workers and engines launched in sitting 1, which did not say it: "
+        "all of sitting 1"
+    )
     assert cli.main(["report", str(out)]) == 0
     assert words in capsys.readouterr().err
     assert cli.main(["compare", str(whole), str(out)]) == 0
@@ -179,4 +181,19 @@ def test_steps_that_a_later_sitting_did_again_are_its_own():
     assert sittings.unheard({**manifest, "status": "running"}, "strict", 6, {"sitting": 0}) == []
     assert sittings.unheard(manifest, "strict", 6, {"sitting": 0}) == [2]
     assert sittings.spans({}, "strict", 3) == [range(0, 3)]
-    assert json.dumps(sittings.silences({"missing": ["b"], "earlier": [{"missing": ["a"]}, {}]})) == '["a", "b"]'
+
+
+def test_silent_workers_are_counted_sitting_by_sitting_an_engine_as_one():
+    config = {"train": {"tp": 2, "cp": 2}, "rollout": {"tp": 2, "engines": 3}}
+    manifest = {"config": config, "sittings": [{}, {}, {}]}
+    trainers = {f"trainer-{rank}": [] for rank in range(4)}
+    engines = {f"engine-{e}/worker-{w}": [] for e in range(3) for w in range(2)}
+    killed = {"sitting": 0, "train": {}, "rollout": {}, "missing": ["all of sitting 1, which ended before"]}
+    whole = {"sitting": 1, "train": trainers, "rollout": engines, "missing": []}
+    some = {name: [] for name in engines if not name.startswith("engine-1")}
+    last = {"sitting": 2, "train": trainers, "rollout": some, "missing": ["engine-1: gone"], "earlier": [killed, whole]}
+    found = sittings.silences(manifest, last)
+    assert [(one.sitting, one.count, one.of) for one in found] == [(0, 7, 7), (2, 1, 7)]
+    assert [list(one.why) for one in found] == [killed["missing"], ["engine-1: gone"]]
+    (alone,) = sittings.silences({"config": config}, {**last, "earlier": []})
+    assert (alone.sitting, alone.count, alone.of) == (None, 1, 7)

@@ -86,7 +86,7 @@ def test_a_worker_that_did_not_answer_is_said_on_the_page(finished, tmp_path, ca
     evidence(lambda found: (found["rollout"].clear(), found.update(missing=[gone])))(out)
     fitted(out)
     assert cli.main(["report", str(out)]) == 0
-    words = "Unproven: what 1 of the strict arm's workers and engines launched, which did not say it: " + gone
+    words = "Unproven: what 1 of the strict arm's 2 workers and engines launched, which did not say it: " + gone
     assert words in capsys.readouterr().err
     assert words.replace("'", "&#x27;") in (out / "report.html").read_text()
     assert "did not say it" not in (finished / "report.html").read_text()
@@ -104,7 +104,10 @@ def test_as_many_workers_may_be_gone_as_did_not_answer(tmp_path):
 
     engine = ["engine-1/worker-0", "engine-1/worker-1"]
     assert "did not say it: engine-1: gone." in left(*engine, missing=["engine-1: gone"])
-    assert "2 of the strict arm" in left(*engine, "trainer-3", missing=["trainer-3: gone", "engine-1: gone"])
+    # four ranks of the trainer and two engines, each of which answers for its two workers
+    assert "what 1 of the strict arm&#x27;s 6 workers" in left(*engine, missing=["engine-1: gone"])
+    both = left(*engine, "trainer-3", missing=["trainer-3: gone", "engine-1: gone"])
+    assert "what 2 of the strict arm&#x27;s 6 workers" in both
     with pytest.raises(ContractError, match="rollout names 2 workers, the run had 4"):
         left(*engine, "trainer-3", missing=["trainer-3: gone"])
     with pytest.raises(ContractError, match="train names 2 workers, the run had 4"):

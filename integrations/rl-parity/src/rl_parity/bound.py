@@ -153,11 +153,12 @@ def check_evidence(
         evidence: what the file would hold; by default what it holds.
     """
     path, status = run.root / arm / "evidence.json", manifest["status"]
-    # written when a sitting ends; one that runs or was killed may have none yet
-    if status == "running" and not path.is_file():
-        return
-    read_object(path)
-    evidence = run.evidence(arm) if evidence is None else evidence
+    if evidence is None:
+        # written when a sitting ends; one that runs or was killed may have none yet
+        if status == "running" and not path.is_file():
+            return
+        read_object(path)
+        evidence = run.evidence(arm)
     require(path, evidence, {"train": dict, "rollout": dict})
     for problem in _of_sittings(arm, evidence, manifest, records):
         raise ContractError(f"{path}: {problem}; {REPAIR}")
@@ -171,7 +172,7 @@ def _of_sittings(
     did = sittings.spans(manifest, arm, len(records))
     entries = sittings.entries(evidence)
     numbers = sittings.numbers(manifest, evidence)
-    gaps = []
+    gaps, told = [], False
     # the last entry first, whose words are those of a run of one sitting
     for entry, number in reversed(list(zip(entries, numbers))):
         name = "" if len(did) == 1 or number is None else f"sitting {number + 1}: "
@@ -186,11 +187,13 @@ def _of_sittings(
         gaps.append([name + problem for problem in _lacking(arm, entry, manifest)])
         # of a sitting that was killed nobody could tell, of one that ended by itself each worker told or failed to
         quiet = not (last and ended) and not (entry.get("train") or entry.get("rollout")) and entry.get("missing")
+        told = told or number is None or not quiet
         over = manifest["status"] != "running" or not last
         if number is not None and did[number] and over and not quiet:
             yield from gaps[-1]
-    # older versions did not say which sitting an entry is of, and the last one may have had nothing left to do
-    if ended and all(gaps):
+    # older versions did not say which sitting an entry is of, and the last one may have had nothing left to do; where
+    # all that did a step were killed, none is there that could show it
+    if ended and told and all(gaps):
         yield gaps[0][0]
     if manifest.get(FORMAT, 0) < TELLS_ALL:
         return

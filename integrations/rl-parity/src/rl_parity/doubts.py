@@ -1,4 +1,4 @@
-"""What nothing in a run bears out, as sentences: for its page, for stderr, and for a comparison with another run."""
+"""What a run could not record, and what nothing in it bears out, as sentences: for its page, stderr, a comparison."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """Of what ``rl_parity.verify.whole`` returns; [] where everything is borne out."""
-    out = []
+    out = [f"{text[0].upper()}{text[1:]}." for text in found["failed"].values()]
     if missing := [f"{len(steps)} step(s) of the {arm} arm" for arm, steps in found["unproven"].items()]:
         out.append(
             f"Unproven: {' and '.join(missing)}. The ledger has no digests of their records and samples, as in old "
@@ -18,9 +18,11 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             "and in those that have not ended."
         )
     out += [
-        f"Unproven: what {len(missing)} of the {arm} arm's workers and engines launched, which did not say it: "
-        f"{'; '.join(missing)}."
-        for arm, missing in found["silent"].items()
+        f"Unproven: what {one.count} of the {arm} arm's {one.of} workers and engines launched"
+        f"{'' if one.sitting is None else f' in sitting {one.sitting + 1}'}, which did not say it: "
+        f"{'; '.join(one.why)}."
+        for arm, silences in found["silent"].items()
+        for one in silences
     ]
     out += [
         f"Unproven: what the {arm} arm launched in sitting {which}: no evidence of it is there, as of one that was "

@@ -17,6 +17,8 @@ from rl_parity.config import RunConfig
 from rl_parity.data import Prompt
 from rl_parity.evidence import write_evidence, write_sync
 from rl_parity.fleet import Fleet
+from rl_parity.launch import WorkerFailure
+from rl_parity.launch.signals import shield
 from rl_parity.outputs import enter, rewards_of, samples_of
 from rl_parity.placement import Placement
 from rl_parity.progress import Progress
@@ -122,8 +124,10 @@ class Arm:
                         raise LimitReached(self._so_far(step))
                     prove = self.name == "strict" and step in (first, self.config.steps - 1)
                     record = self._step(step, fleet, pushes, ledger, progress, prove)
-                    self.records.append(record)
-                    self.directory.append_step(self.name, record)
+                    with shield():
+                        # both or none, as the summary counts the one and its readers the other
+                        self.directory.append_step(self.name, record)
+                        self.records.append(record)
                     progress.step(record)
                     fleet.look()
                     if ends_run(self.name, record):
@@ -204,10 +208,14 @@ class Arm:
         if verdict.not_compared is None:
             verdict.metrics = metrics.step_metrics(samples)
             verdict.mean_abs_diff = verdict.metrics.pop("mean_abs_diff")
-        memory = {
-            "trainers": fleet.all(fleet.trainers, "memory"),
-            "engines": [report.get("memory", {}) for report in reports],
-        }
+        try:
+            peaks = fleet.all(fleet.trainers, "memory")
+        except WorkerFailure:
+            if trained is not None:
+                raise
+            # that a step failed its checks is worth more than what it took
+            peaks = []
+        memory = {"trainers": peaks, "engines": [report.get("memory", {}) for report in reports]}
         record = {
             "step": step,
             "weight_version": pushed["version"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_contract import ContractError, Profile
 from rl_parity import contracts, doubts, landed, report_run, sittings, verify
-from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, is_equal
+from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, ends_run, is_equal, write_text
 from rl_parity.svg import Series, bars, lines, number
 
 _ROWS: tuple[tuple[str, str, bool], ...] = (
@@ -42,7 +42,7 @@ def write_report(run: RunDirectory, *, model: bool = True) -> Path:
     for line in _doubts(summary):
         print(f"rl-parity: {line}", file=sys.stderr)
     try:
-        path.write_text(page, encoding="utf-8")
+        write_text(path, page)
     except OSError as error:
         raise ContractError(f"{path} cannot be written ({error}); make its directory writable") from error
     return path
@@ -106,10 +106,15 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
     arms = summary["arms"]
     strict, native, status = arms.get("strict"), arms.get("native"), manifest.get("status", "unknown")
     good = False
-    if status in ("interrupted", "failed"):
+    # a step that ends the run may be found when the run can no longer say so in its status
+    wrong = any(ends_run("strict", step) for step in steps.get("strict", ()))
+    if summary["failed"] and not wrong:
+        title = f"Not equal: a step of the {next(iter(summary['failed']))} arm, which the run could not record"
+        lead = "What it has recorded is counted below."
+    elif status in ("interrupted", "failed") and not wrong:
         title = "The run was interrupted" if status == "interrupted" else "The run failed"
         lead = escape(str(manifest.get("reason") or "no reason was recorded").splitlines()[0])
-    elif status == "running" and (strict or native):
+    elif status == "running" and (strict or native) and not wrong:
         title, lead = "The run has not ended", "What it has done so far is counted below."
     elif strict is None and native is None:
         title, lead = "Nothing was compared", "The run has no finished step."
@@ -129,6 +134,8 @@ def _verdict(manifest: Mapping[str, Any], summary: Mapping[str, Any], steps: Map
             f"Not equal: {number(strict['mismatch_count'])} of {number(strict['valid_count'])} log-probabilities differ"
         )
         lead = _why(steps.get("strict", ()))
+        if status != "mismatch":
+            lead += escape(f" The run could not say so when it ended: its status is {status}.")
     if native is not None and strict is not None and native["valid_count"]:
         share = 100 * native["mismatch_count"] / native["valid_count"]
         lead += (

@@ -2,22 +2,20 @@
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
-from rl_parity import bound, native, preflight_options, sittings, state, verify
+from rl_parity import bound, native, preflight_options, sittings, state, unrecorded, verify
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.evidence import with_untold
 from rl_parity.jsonfile import lines, parse, read_text
 from rl_parity.manifest import check_manifest, weight_algorithm
 from rl_parity.models import spec_of
-from rl_parity.rundir import MANIFEST, RunDirectory, ends_run
+from rl_parity.rundir import MANIFEST, RunDirectory, ends_run, write_text
 from rl_parity.state import Saved
 
 
@@ -101,7 +99,7 @@ def points(directory: RunDirectory, config: RunConfig) -> dict[str, Point]:
             contradict each other; or more steps are done than are asked for.
     """
     manifest = directory.manifest()
-    run_id, every = manifest["run_id"], manifest["config"].get("save_every", 0)
+    run_id, every = manifest["run_id"], sittings.save_every(manifest)
     found: dict[str, Point] = {}
     problems = []
     for arm in config.arms:
@@ -142,6 +140,9 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
     bound.check_status(directory, manifest, records)
     if ended := [arm for arm, mine in records.items() if any(ends_run(arm, record) for record in mine)]:
         raise ContractError(f"--resume {directory.root}: the {ended[0]} arm ended with a mismatch; start the run again")
+    for arm, mine in records.items():
+        if (what := unrecorded.failed(directory, arm, mine)) is not None:
+            raise ContractError(f"--resume {directory.root}: {what}; start the run again")
     for arm, point in found.items():
         if point.saved is None:
             if point.dropped:
@@ -158,7 +159,7 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
         _first_weights(directory, config, manifest, point.records[0]["weight_digest"])
         _state(point.saved, config)
         if point.step == config.steps:
-            _told(directory, arm, manifest, point)
+            _bears_out(directory, arm, manifest, point)
     bound.check_files(directory, manifest)
 
 
@@ -190,18 +191,20 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
             )
 
 
-def _told(directory: RunDirectory, arm: str, manifest: Mapping[str, Any], point: Point) -> None:
-    """Raise where an arm has nothing left to do, and would finish without evidence of what its workers launched."""
-    finished = {**manifest, "status": "finished"}
+def _bears_out(directory: RunDirectory, arm: str, manifest: Mapping[str, Any], point: Point) -> None:
+    """Raise where an arm has nothing left to do, and would finish with evidence that contradicts its steps.
+
+    Sittings that were killed are told of when this one, which does no step of the arm, ends.
+    """
+    sitting = {"from_step": {arm: point.step}}
+    finished = {**manifest, "status": "finished", "sittings": [*(manifest.get("sittings") or [{}]), sitting]}
     try:
-        held = directory.evidence(arm)
-        # sittings that were killed are told of when this one ends
-        whole = with_untold(held, finished, arm, len(point.records)) if held else None
+        whole = with_untold(directory.evidence(arm), finished, arm, len(point.records))
         bound.check_evidence(directory, arm, finished, point.records, whole)
     except ContractError as error:
         raise ContractError(
-            f"--resume {directory.root}: all {point.step} steps of the {arm} arm are done, and nothing shows what "
-            f"launched them ({error}); ask for more --steps, whose workers will be asked"
+            f"--resume {directory.root}: all {point.step} steps of the {arm} arm are done, and its evidence does not "
+            f"fit them ({error}); resume from another copy of the run directory, or start the run again"
         ) from error
 
 
@@ -227,18 +230,21 @@ def _writable(root: Path) -> None:
 def take_back(directory: RunDirectory, found: Mapping[str, Point]) -> None:
     """Take back, in every arm, what was done after its saved state and will be done again: records, samples, ledger
     lines. Whichever arm the sitting ends in, the files of all then agree. An arm that saved no state begins anew.
+
+    Samples go while the ledger still says that their steps were consumed: ``rl_parity.unrecorded`` reads both.
     """
+    directory.remove_torn()
     for arm, point in found.items():
         root = directory.root / arm
         if point.saved is None:
-            shutil.rmtree(root, ignore_errors=True)
+            directory.remove_arm(arm)
             continue
-        _replace(root / "steps.jsonl", "".join(json.dumps(record) + "\n" for record in point.records))
+        write_text(root / "steps.jsonl", "".join(json.dumps(record) + "\n" for record in point.records), sync=True)
         for step in directory.sample_steps(arm):
             if step >= point.step:
                 directory.samples_path(arm, step).unlink()
         ledger = root / "ledger.jsonl"
-        _replace(ledger, "".join(_kept(ledger, point.step)))
+        write_text(ledger, "".join(_kept(ledger, point.step)), sync=True)
 
 
 def _kept(path: Path, step: int) -> list[str]:
@@ -251,13 +257,3 @@ def _kept(path: Path, step: int) -> list[str]:
             after = all_lines[number + 1 : number + 2]
             return all_lines[: number + 1 + (bool(after) and after[0].startswith('{"event":"record"'))]
     raise ContractError(f"{path} does not hold step {step - 1}; restore it, or start the run again")
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.chmod(name, 0o644)
-    os.replace(name, path)

@@ -4,10 +4,13 @@ import hashlib
 import json
 import math
 import os
+import re
+import shutil
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,15 @@ from rl_parity.jsonfile import REPAIR, lines, read_object, read_text, require
 from rl_parity.lock import LOCK
 
 MANIFEST, SUMMARY, REPORT = "manifest.json", "summary.json", "report.html"
+ARMS = ("native", "strict")
 
 STATUSES = ("running", "finished", "mismatch", "failed", "interrupted")
+
+_TORN = re.compile(
+    r"(?:manifest\.json|summary\.json|report\.html|evidence\.json|sync\.json|steps\.jsonl|ledger\.jsonl)[a-z0-9_]{8}\.tmp"
+)
+# what a check of a directory makes in it
+_PROBE = ".rl-parity-"
 
 _PER_TOKEN = ("tokens", "rollout", "train", "forward", "absent")
 _DTYPES = {"rollout": "float32", "train": "float32", "forward": "float32", "absent": "bool", "reward": "float32"}
@@ -38,15 +48,38 @@ _BROKEN_ARCHIVE = (
 )
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write through a temporary file and a rename, so that a reader never sees half a file."""
+def write_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Write through a temporary file and a rename, so that a reader never sees half a file.
+
+    Args:
+        sync: wait until it is on the disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=2, allow_nan=True)
-        stream.write("\n")
+        stream.write(text)
+        if sync:
+            stream.flush()
+            os.fsync(stream.fileno())
     os.chmod(name, 0o644)
     os.replace(name, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``write_text`` of it."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=True) + "\n")
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether ``path`` is what ``write_text`` leaves where it is killed before its rename."""
+    return bool(_TORN.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+
+
+def _is_left_by_a_start(path: Path) -> bool:
+    """Whether a run that was killed before its manifest was there may have left ``path``."""
+    if path.name == LOCK or (path.name.startswith(MANIFEST) and _is_torn(path)):
+        return True
+    return path.name.startswith(_PROBE) and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 @dataclass(frozen=True)
@@ -168,17 +201,39 @@ class RunDirectory:
         try:
             if root.exists() and not root.is_dir():
                 return f"--out {root}: is a file; give a new or empty directory"
-            if root.is_dir() and any(path.name != LOCK for path in root.iterdir()):
+            if root.is_dir() and not all(map(_is_left_by_a_start, root.iterdir())):
                 what = "holds another run" if (root / MANIFEST).exists() else "is not empty"
                 return f"--out {root}: {what}; give a new directory or remove that one"
             above = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
             if not above.is_dir():
                 return f"--out {root}: {above} is a file; give a directory that can be made"
             # permissions alone don't tell, e.g. on a read-only or virtual file system
-            os.rmdir(tempfile.mkdtemp(prefix=".rl-parity-", dir=above))
+            os.rmdir(tempfile.mkdtemp(prefix=_PROBE, dir=above))
         except (OSError, ValueError) as error:
             return f"--out {root}: can't be made or written ({error}); give a directory that can be written"
         return None
+
+    def remove_torn(self) -> None:
+        """Remove files that were never whole, and what was about to be removed, of a sitting that was killed."""
+        for folder in (self.root, *(self.root / arm for arm in ARMS)):
+            for path in list(folder.iterdir()) if folder.is_dir() else ():
+                if _is_torn(path):
+                    path.unlink()
+                elif path.name.startswith(_PROBE):
+                    with suppress(OSError):
+                        path.rmdir()
+        for arm in ARMS:
+            shutil.rmtree(self._going(arm), ignore_errors=True)
+
+    def remove_arm(self, arm: str) -> None:
+        """Remove all of an arm in one move: killed midway, it is there whole or not at all."""
+        shutil.rmtree(self._going(arm), ignore_errors=True)
+        if (self.root / arm).is_dir():
+            (self.root / arm).rename(self._going(arm))
+            shutil.rmtree(self._going(arm), ignore_errors=True)
+
+    def _going(self, arm: str) -> Path:
+        return self.root / f".{arm}.removed"
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         write_json(self.root / MANIFEST, manifest)
@@ -268,7 +323,7 @@ class RunDirectory:
         return self.steps(arm, torn=manifest["status"] == "running")
 
     def arms(self) -> list[str]:
-        return [arm for arm in ("native", "strict") if (self.root / arm / "steps.jsonl").is_file()]
+        return [arm for arm in ARMS if (self.root / arm / "steps.jsonl").is_file()]
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.root / name

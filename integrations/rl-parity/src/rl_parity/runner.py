@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from rl_contract import ContractError, Profile
-from rl_parity import checkpoint, lock, metrics, native, preflight, resume
+from rl_parity import checkpoint, lock, metrics, native, preflight, resume, sittings
 from rl_parity.bound import file_digests
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.data import load_prompts
@@ -31,7 +31,7 @@ from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
 from rl_parity.resume import Point
-from rl_parity.rundir import MANIFEST, SUMMARY, RunDirectory, summarize, write_json
+from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, summarize, write_json
 from rl_parity.status import EQUAL, FAILURE, INTERRUPTED, MISMATCH, USAGE
 from vime_sync import WEIGHT_DIGEST, PublishError
 
@@ -65,6 +65,7 @@ def run(config: RunConfig, command: Sequence[str] = (), *, again: bool = False) 
         # another run may have come first
         if (refusal := RunDirectory.refusal(directory.root)) is not None:
             raise ContractError(refusal)
+        directory.remove_torn()
         points = {arm: Point() for arm in config.arms}
         return _marked(config, f"run-{uuid.uuid4().hex[:8]}", directory, command, points, again, deadline)
 
@@ -121,15 +122,17 @@ def _run(
     before = {name: _before(point, earlier.get("arms", {}).get(name)) for name, point in points.items()}
     # a sitting may end before it comes to an arm, whose saved steps and seconds stay as they are
     summary: dict[str, Any] = {
+        "status": "running",
         "arms": {
             name: _totals(config, name, point.records, before[name]) for name, point in points.items() if point.records
-        }
+        },
     }
     try:
         with shield():
-            directory.write_manifest(manifest)
             if again:
-                resume.take_back(directory, points)
+                _begin_again(config, directory, manifest, summary, points)
+            else:
+                directory.write_manifest(manifest)
         model = Path(config.model).resolve()
         if spec_of(config.model) is not None:
             model = directory.root / "model"
@@ -173,6 +176,24 @@ def _run(
     return code
 
 
+def _begin_again(
+    config: RunConfig,
+    directory: RunDirectory,
+    manifest: dict[str, Any],
+    summary: Mapping[str, Any],
+    points: Mapping[str, Point],
+) -> None:
+    """Withdraw the verdict of earlier sittings and what is done again; killed anywhere here, it can be repeated."""
+    # the page first: nothing is bound to it, and it is made again from the other files
+    (directory.root / REPORT).unlink(missing_ok=True)
+    directory.write_manifest(manifest)
+    write_json(directory.root / SUMMARY, summary)
+    resume.take_back(directory, points)
+    # from here on the records are those of this sitting
+    manifest["sittings"][-1]["save_every"] = config.save_every
+    directory.write_manifest(manifest)
+
+
 def _before(point: Point, told: Mapping[str, Any] | None) -> float:
     """Seconds of an arm's earlier sittings; of one that was killed, those of its steps are known."""
     of_steps = sum(sum(record["seconds"].values()) for record in (*point.records, *point.dropped))
@@ -199,6 +220,8 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
         )
     about = ("command", "versions", "hardware", "gpus", "placement", "started")
     first = old.get("sittings") or [{key: old.get(key) for key in about}]
+    if not any("save_every" in sitting for sitting in first):
+        first = [*first[:-1], {**first[-1], "save_every": sittings.save_every(old)}]
     sitting = {
         **{key: manifest[key] for key in about},
         "from_step": {arm: point.step for arm, point in points.items()},

@@ -120,5 +120,9 @@ _sitting_evidence = _fields(
     sitting=_step,
 )
 _sitting = _fields(
-    from_step=_by_name(_step), done_again=_by_name(_list(_mapping)), versions=_mapping, hardware=_mapping
+    from_step=_by_name(_step),
+    done_again=_by_name(_list(_mapping)),
+    save_every=_step,
+    versions=_mapping,
+    hardware=_mapping,
 )

@@ -1,9 +1,23 @@
 """An arm's evidence sitting by sitting: which steps each did, which entry of the evidence tells of it, if any."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Workers and engines that did not tell what they had launched: ``count`` of ``of``, and why.
+
+    ``sitting`` is the number of theirs; None where an older version did not say, or the run had no other.
+    """
+
+    sitting: int | None
+    count: int
+    of: int
+    why: Sequence[str]
 
 
 def entries(evidence: Entry) -> list[Entry]:
@@ -37,9 +51,27 @@ def unheard(manifest: Mapping[str, Any], arm: str, total: int, evidence: Entry) 
     return missing if len(missing) > known.count(None) else []
 
 
-def silences(evidence: Entry) -> list[str]:
-    """What every sitting's workers did not tell, as it was written down when they were asked."""
-    return [text for entry in entries(evidence) for text in entry.get("missing") or ()]
+def silences(manifest: Mapping[str, Any], evidence: Entry) -> list[Silence]:
+    """Whose launches are not told, of each sitting in which any are not. An engine counts as one, with its workers."""
+    train, rollout = manifest["config"]["train"], manifest["config"]["rollout"]
+    asked = train["tp"] * train["cp"] + rollout["engines"]
+    alone = len(manifest.get("sittings") or [{}]) == 1
+    found = []
+    for entry, number in zip(entries(evidence), numbers(manifest, evidence)):
+        if why := tuple(entry.get("missing") or ()):
+            engines = {name.partition("/")[0] for name in entry.get("rollout") or ()}
+            told = len(entry.get("train") or ()) + len(engines)
+            found.append(Silence(None if alone else number, asked - told, asked, why))
+    return found
+
+
+def save_every(manifest: Mapping[str, Any]) -> int:
+    """After how many steps a state was due in the sitting that did the records which the arms hold, 0: after none.
+
+    A sitting says it once it has taken back what it does again; older versions had one number for all.
+    """
+    said = [sitting["save_every"] for sitting in manifest.get("sittings") or () if "save_every" in sitting]
+    return int(said[-1] if said else manifest["config"].get("save_every", 0))
 
 
 def told(sittings: Sequence[range], which: Sequence[int]) -> str:

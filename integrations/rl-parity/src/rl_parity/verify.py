@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
-from rl_parity import bound, checkpoint, sittings
+from rl_parity import bound, checkpoint, sittings, unrecorded
 from rl_parity.checks import compare_logprobs
 from rl_parity.jsonfile import REPAIR, read_object, read_text
 from rl_parity.landed import left_out
@@ -31,13 +31,13 @@ _MEANS = ("mean_abs_diff", "reward_first", "reward_last")
 
 
 def whole(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
-    """What nothing in the run bears out; samples are not read.
+    """What nothing in the run bears out; samples of recorded steps are not read.
 
     ``unproven`` lists, by arm, the steps of whose record and samples the ledger has no digest: an older run's loss,
     reward and other figures may be altered without any file contradicting them. ``unbound`` says whether no digest
     holds evidence, pushes and the ends of the files, as in older runs and in those that have not ended. ``silent``
     says, by arm, which workers did not tell what they had launched, and why; ``unheard`` of which sittings no evidence
-    is there at all.
+    is there at all; ``failed`` which step, beyond its records, failed its checks (``rl_parity.unrecorded``).
 
     Args:
         model: also read the run's copy of a built-in model.
@@ -50,27 +50,32 @@ def whole(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
     read_config(run.root / MANIFEST, manifest)
     every = {arm: _records(run, arm, manifest) for arm in _asked(manifest)}
     unproven: dict[str, list[int]] = {}
-    silent: dict[str, list[str]] = {}
+    silent: dict[str, list[sittings.Silence]] = {}
     unheard: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for arm, records in every.items():
         if records:
             arm_files(run, arm, manifest, records)
             if steps := ledger(run, arm, manifest, ledger_text(run, arm, manifest), records):
                 unproven[arm] = steps
             evidence = run.evidence(arm)
-            if missing := sittings.silences(evidence):
+            if missing := sittings.silences(manifest, evidence):
                 silent[arm] = missing
             if which := sittings.unheard(manifest, arm, len(records), evidence):
                 unheard[arm] = sittings.told(sittings.spans(manifest, arm, len(records)), which)
             if model:
                 built_in_model(run, manifest, records[0].get("weight_digest"))
+        # one that ended by itself has no step beyond its records, which is proved below
+        over = manifest["status"] in ("finished", "mismatch")
+        if not over and (what := unrecorded.failed(run, arm, records)) is not None:
+            failed[arm] = what
     if manifest["status"] == "finished":
         run.summary()
     bound.check_format(run, manifest)
     bound.check_status(run, manifest, every)
     bound.check_files(run, manifest)
     unbound = any(every.values()) and (FILES not in manifest or manifest["status"] == "running")
-    return {"unproven": unproven, "unbound": unbound, "silent": silent, "unheard": unheard}
+    return {"unproven": unproven, "unbound": unbound, "silent": silent, "unheard": unheard, "failed": failed}
 
 
 def totals(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
