@@ -3,7 +3,6 @@
 Unlike an engine's dummy weights they have a few outlier channels, so that a change of order or rounding shows.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
+from rl_parity.rundir import write_json
 from rl_parity.vocabulary import VOCABULARY, write_tokenizer
 
 
@@ -162,5 +162,5 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pa
     save_file(weights, str(partial), metadata={"format": "pt"})
     partial.rename(folder / "model.safetensors")
     write_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(hf_config(spec), indent=2) + "\n")
+    write_json(folder / "config.json", hf_config(spec))
     return folder
