@@ -144,7 +144,7 @@ def test_the_page_says_which_sitting_left_no_evidence_and_counts_the_launches_of
         path.write_text(json.dumps({**entry, "sitting": 1, **earlier}))
     assert run_tool("run_page", run.root, "--out", out, "--commit", "c0ffee1").returncode == 0
     page = out.with_name("r.md").read_text()
-    assert "\nUnproven: what 1 of the native arm's workers and engines launched" in page
+    assert "\nUnproven: what 6 of the native arm's 6 workers and engines launched in sitting 1" in page
     # 40 of each of 4 ranks and 4 workers, twice
     assert "| gemm.row | `rl_gemm.cpu.tree` | 320 | 320 |" in page
     path = run.root / "strict" / "evidence.json"
