@@ -29,6 +29,7 @@ CHECKS = [
     rank_refusals.check_told,
     rank_refusals.check_numbers,
     rank_refusals.check_modes,
+    rank_refusals.check_two_over_one_group,
     rank_values.check_many_small_calls,
 ]
 ONCE = [

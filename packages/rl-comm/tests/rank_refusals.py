@@ -216,7 +216,13 @@ def check_choice(rank, world):
         message = re.escape(next(iter(given))) + "=" if last else f"refused on rank {world - 1}, whose error says why"
         with pytest.raises((ContractError, MissingSupport), match=message):
             TreeCommunicator(**given if last else {})
-    assert not [f for f in os.listdir("/dev/shm") if f.startswith("rl-comm-")] or rank
+    # its name is gone once it is made
+    with pytest.MonkeyPatch.context() as patched:
+        named, real_create = [], shared_memory._create
+        patched.setattr(shared_memory, "_create", lambda size: named.append(real_create(size)) or named[-1])
+        assert TreeCommunicator().transport == "shared_memory"
+        assert bool(named) == (rank == 0)
+        assert not any(map(os.path.exists, named))
 
     # a rank that cannot map the memory decides for all, and so does one without semaphores
     def unmapped(handle, size):
@@ -356,15 +362,13 @@ def check_absent_peer(rank, world):
 
 
 def check_interrupted(rank, world):
-    """An error of one rank inside a call, which its peers have not met, ends their wait."""
-    comm = make(timeout_s=60)
+    """An error of one rank inside a call of several exchanges, which its peers have not met, ends their wait."""
+    comm, x = make(timeout_s=60), torch.ones(1 << 20)
     if rank == 0:
         comm._movers["cpu"]._collect = lambda: (_ for _ in ()).throw(KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            comm.all_reduce(torch.ones(3))
-    else:
-        with pytest.raises(RuntimeError, match="rank 0 makes no calls any more"):
-            comm.all_reduce(torch.ones(1 << 20))
+    kind, match = (RuntimeError, "rank 0 makes no calls any more") if rank else (KeyboardInterrupt, "")
+    with pytest.raises(kind, match=match):
+        comm.all_reduce(x)
     with pytest.raises(ContractError, match="out of step since an earlier call"):
         comm.barrier()
 
@@ -375,6 +379,7 @@ def check_numbers(rank, world):
     comm.barrier()
     comm._number += rank == world - 1
     if comm.transport == "gloo":
+        comm._movers["cpu"]._traffic.calls += rank == world - 1
         # it waits until they have come to its call
         if rank < world - 1:
             with pytest.raises(ContractError, match=f"refused on rank {world - 1}, whose error says why"):
@@ -430,20 +435,48 @@ def check_modes(rank, world):
     assert float(comm.all_reduce(torch.ones(1))) == world
 
 
+def check_two_over_one_group(rank, world):
+    """A refusal on one of two communicators is met once by each peer, whatever they call in which order."""
+    first, second = make(), make()
+    for odd in range(world):
+        if rank == odd:
+            first.refuse(ContractError("no"))
+        else:
+            with pytest.raises(ContractError, match=f"refused on rank {odd}, whose error says why"):
+                first.all_reduce(torch.ones(1))
+        for comm in (second, first, second):
+            assert comm.all_reduce(torch.full((2,), float(rank))).tolist() == [sum(range(world))] * 2
+
+
 def check_unheard(rank, world):
     """Between hosts nothing is said of a refusal; this rank's next call meets none that was not meant for it."""
-    gloo = GlooMover(dist.group.WORLD, rank, world)
-    group = NcclMover(dist.group.WORLD, rank, world, board.Signatures(gloo))
-    comm = TreeCommunicator.over({"cpu": group}, rank, world)
+    gloo, odd = GlooMover(dist.group.WORLD, rank, world), rank == 1
+    comm = TreeCommunicator.over({"cpu": NcclMover(dist.group.WORLD, rank, world, board.Signatures(gloo))}, rank, world)
+    x = torch.ones(4)
     for _ in range(2):
-        assert float(comm.all_reduce(torch.ones(1))) == world
-    # alike on all
+        assert float(comm.all_reduce(x)[0]) == world
+    # alike on all, and one alone whose peers' call is agreed on as it is new
     comm.refuse(ContractError("no"))
-    assert float(comm.all_reduce(torch.ones(1))) == world
+    assert float(comm.all_reduce(x)[0]) == world
+    if odd:
+        comm.refuse(ContractError("no"))
+    else:
+        with pytest.raises(ContractError, match="refused on rank 1, "):
+            comm.all_gather(torch.ones(5))
+    assert float(comm.all_reduce(x)[0]) == world
+    # what all have refused is refused again, and not taken for a call that was agreed on
+    for _ in range(2):
+        with pytest.raises(ContractError, match="dim=7 for a tensor"):
+            comm.all_gather(x, dim=7)
+        assert float(comm.all_reduce(x)[0]) == world
+    with pytest.raises(ContractError, match="refused on rank 1, "):
+        comm.all_gather(x, dim=7 if odd else 0)
+    assert float(comm.all_reduce(x)[0]) == world
+    # nothing of a refusal is left that a call could be met by
     met = []
     gloo.agree = lambda call: met.append(call.op)
     comm.refuse(ContractError("no"))
-    comm.all_reduce(torch.ones(1))
+    comm.all_reduce(x)
     assert met == ["all_reduce"]
 
 

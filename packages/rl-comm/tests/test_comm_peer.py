@@ -1,6 +1,7 @@
 """Sums and gathers through peer memory without a GPU: interpreted kernels of several processes share a file's pages."""
 
 import os
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,13 @@ from rl_comm.mover import Call
 from rl_contract import ContractError
 
 INTERPRETED = """
-import ctypes, mmap, os, random, sys, time
+import ctypes, mmap, os, random, sys, time, warnings
 import torch
 from rl_comm import tree_sum, triton_peer
 
 path, rank, world, slot, programs, order = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
+# numbers of calls wrap around as they do on a GPU
+warnings.simplefilter("ignore")
 def size(slot, programs): return 2 * world * slot + (world + 1) * programs
 one, two = size(slot, programs), size(5 * 32, 5)
 words = one + two
@@ -70,14 +73,16 @@ print(sums)
 """
 
 
-def interpreted(tmp_path, world, order="tree", slot=600, programs=3):
-    """How many sums of each rank differ from that order's."""
+def interpreted(tmp_path, world, order="tree", slot=600, programs=3, made=0):
+    """How many sums of each rank differ from that order's; ``made`` calls were made before."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs a process without a GPU")
     path = tmp_path / "memory"
-    words = 2 * world * (slot + 5 * 32) + (world + 1) * (programs + 5)
-    path.write_bytes(bytes(world * -(-4 * words // 4096) * 4096))
+    # slots, then flags and numbers of calls, of one step and of two; each rank's begin on a page
+    said = [struct.pack("<i", made) * (world + 1) * n for n in (programs, 5)]
+    memory = bytes(8 * world * slot) + said[0] + bytes(8 * world * 5 * 32) + said[1]
+    path.write_bytes((memory + bytes(-len(memory) % 4096)) * world)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
     def rank(number):
@@ -136,6 +141,12 @@ def test_kernels_compile(arch, world, rank, name):
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_that_come_when_they_like_get_the_trees_bits(tmp_path, world):
     assert interpreted(tmp_path, world) == [0] * world
+
+
+@pytest.mark.parametrize("made", [2**31 - 7, -4])
+def test_numbers_of_calls_may_begin_again(tmp_path, made):
+    """An engine makes 2**31 calls in days; of two steps a number is used up for every slot's worth."""
+    assert interpreted(tmp_path, 2, made=made) == [0, 0]
 
 
 def test_another_order_of_the_same_parts_shows(tmp_path):

@@ -47,7 +47,8 @@ def sizes_for(vllm_config: Any) -> list[int]:
 
 def has_own_columns(model: Any, world_size: int, vocab_size: int) -> bool:
     """Whether ranks share the model's head, and the logits are its product alone, in vLLM's order of ids."""
-    head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+    head: Any = getattr(model, "lm_head", None)
+    processor: Any = getattr(model, "logits_processor", None)
     # of another class, what is done beside the product is not known
     if world_size == 1 or type(processor) is not LogitsProcessor or not processor.use_all_gather:
         return False

@@ -132,12 +132,20 @@ class Signatures:
         peers that wait for the one that was refused: they wait for the process group's timeout, unless they have
         refused alike."""
         self._seen.clear()
+        self._gloo.refuse(call)
 
     def agree(self, call: Call) -> None:
         # what is kept of a call does not grow with the tensors it moves
         words, _ = _packed(call)
-        if words not in self._seen:
+        if words in self._seen:
+            return
+        try:
             self._gloo.agree(call)
+        except Exception:
+            # a rank that has refused agrees on its next call, whatever it is
+            self._seen.clear()
+            raise
+        if not call.refused:
             self._seen.add(words)
 
 

@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -46,6 +46,7 @@ PIECE_BYTES = 1 << 28
 _MOST_NAMED = 64
 # which communicator it is stands above the call's number
 _KIND_SHIFT = 40
+_NUMBER = (1 << _KIND_SHIFT) - 1
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,15 @@ def _pieces(wholes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield pieces
 
 
-# how many communicators were made over a group
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+@dataclass
+class _Traffic:
+    """Of one gloo group, on this rank: communicators made over it, and calls of any of them."""
+
+    made: int = 0
+    calls: int = 0
+
+
+_traffic: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Traffic]" = weakref.WeakKeyDictionary()
 
 
 class GlooMover:
@@ -234,20 +242,22 @@ class GlooMover:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
+        self._traffic = _traffic.setdefault(group, _Traffic())
         # which communicator's calls these are; 0 for what is exchanged before that is known
         self._kind = 0
 
     def become(self) -> None:
         """From here on, calls are those of one more communicator over this group, and no other's; on all ranks."""
-        mine = torch.tensor([_communicators.get(self.group, 0) + 1])
+        mine = torch.tensor([self._traffic.made + 1])
         call = Call("barrier", torch.int64, torch.int64, 1, ())
         found = self.gather(call, mine.view(torch.uint8)).contiguous().view(torch.int64)
         # one that could not be made on some ranks was counted on the others
-        self._kind = _communicators[self.group] = int(found.max())
+        self._kind = self._traffic.made = int(found.max())
 
     def refuse(self, call: Call) -> None:
         """Nothing is said now: what nobody answers would hold this rank until the group's timeout. The number of this
-        rank's next call tells its peers, who come to it by raising once for each call that was refused."""
+        rank's next call over the group tells its peers, who come to it by raising once for each that was refused."""
+        self._traffic.calls += 1
 
     def gather(self, call: Call, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's ``payload`` (uint8 [n]) as uint8 [world_size, n], once all are seen to make the same call."""
@@ -295,7 +305,8 @@ class GlooMover:
 
     def _agree(self, call: Call, head: torch.Tensor) -> torch.Tensor:
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-        block[:HEAD_BYTES] = head_of(call, self._kind)
+        self._traffic.calls += 1
+        block[:HEAD_BYTES] = head_of(replace(call, number=self._traffic.calls), self._kind)
         block[HEAD_BYTES : HEAD_BYTES + head.numel()] = head
         while True:
             blocks = torch.empty(self.world_size, BLOCK_BYTES, dtype=torch.uint8)
@@ -314,12 +325,13 @@ class GlooMover:
         if bool((words == words[0]).all()):
             return True
         rows = words.tolist()
-        check_kinds([row[-1] >> _KIND_SHIFT for row in rows])
-        numbers = [row[-1] for row in rows]
+        numbers = [row[-1] & _NUMBER for row in rows]
         least = min(numbers)
         if numbers[self.rank] > least:
             return False
-        check_calls([row[:-1] if row[-1] == least else REFUSAL.words() for row in rows])
+        here = [number == least for number in numbers]
+        check_kinds({rank: row[-1] >> _KIND_SHIFT for rank, row in enumerate(rows) if here[rank]})
+        check_calls([row[:-1] if met else REFUSAL.words() for row, met in zip(rows, here)])
         return True
 
 
@@ -328,13 +340,14 @@ def head_of(call: Call, kind: int = 0) -> torch.Tensor:
     return torch.tensor([*call.words(), kind << _KIND_SHIFT | call.number], dtype=torch.int64).view(torch.uint8)
 
 
-def check_kinds(kinds: list[int]) -> None:
-    """Refuse ranks that call several communicators of one group, each another one."""
-    other = next((r for r, kind in enumerate(kinds) if kind != kinds[0]), None)
+def check_kinds(kinds: dict[int, int]) -> None:
+    """Refuse ranks that call several communicators of one group, each another one; ``kinds`` by rank."""
+    rank, kind = next(iter(kinds.items()))
+    other = next((r for r, theirs in kinds.items() if theirs != kind), None)
     if other is not None:
         raise alike(
             ContractError(
-                f"ranks call different communicators of one group: rank 0 the {kinds[0]}. that was made over it, rank "
+                f"ranks call different communicators of one group: rank {rank} the {kind}. that was made over it, rank "
                 f"{other} the {kinds[other]}.; every rank must call them in the same order, from one thread"
             )
         )

@@ -80,10 +80,10 @@ class InStep:
         """Tell the peers that this rank refuses an operator that would have made a call, with ``problem``.
 
         Waits for nobody: each peer's next call raises ContractError naming this rank, and this rank's next one is in
-        step with those after. Over shared memory, and by the board beside NCCL, peers are told at once; over gloo when
-        this rank makes its next call, until which they wait, at most for the group's timeout. Between hosts whose ranks
-        use NCCL they wait for that timeout. Where a call has failed on this rank, peers are told already. See
-        ``rl_contract.communicator.refuse``.
+        step with those after. Over shared memory, and by the board beside NCCL, peers are told at once, of a second
+        refusal in a row when this rank makes its next call; over gloo of each one then. Until then they wait, at most
+        for the timeout. Between hosts whose ranks use NCCL they wait for the group's timeout. Where a call has failed
+        on this rank, peers are told already. See ``rl_contract.communicator.refuse``.
 
         Args:
             device: type of the device of what the operator was given, where peers make their call; empty: as the last.

@@ -33,8 +33,8 @@ def _meet(
         tl.atomic_xchg(flag, number, sem="release", scope="sys")
     for step in tl.static_range(1, WORLD):
         flag = mine + 2 * WORLD * SLOT + (RANK + step) % WORLD * PROGRAMS + program
-        # a peer that is done with this call may say the next one already
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < number:
+        # a peer that is done with this call may say the next one already; numbers begin again after 2**32 calls
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0:
             pass
     tl.debug_barrier()
 
@@ -52,7 +52,7 @@ def _exchange(
     mine = _at(addresses, RANK)
     counter = mine + 2 * WORLD * SLOT + WORLD * PROGRAMS + program
     number = tl.load(counter) + 1
-    slots = number % 2 * (WORLD * SLOT)
+    slots = (number & 1) * (WORLD * SLOT)
     for begin in range(program * BLOCK, n, PROGRAMS * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         held = at < n
@@ -127,7 +127,7 @@ def peer_reduce_kernel(
     for first in range(0, n - program * BLOCK, SLOT):
         at = first + block
         number += 1
-        slots = number % 2 * (WORLD * SLOT)
+        slots = (number & 1) * (WORLD * SLOT)
         for step in tl.static_range(1, WORLD):
             peer = (RANK + step) % WORLD
             part = tl.load(words + peer * n + at, (at < n) & (peer * n + at < total))
@@ -139,7 +139,7 @@ def peer_reduce_kernel(
         rounded = added.to(out.dtype.element_ty)
         tl.store(out + RANK * n + at, rounded, held)
         number += 1
-        slots = number % 2 * (WORLD * SLOT) + program * BLOCK
+        slots = (number & 1) * (WORLD * SLOT) + program * BLOCK
         for step in tl.static_range(1, WORLD):
             into = _at(addresses, (RANK + step) % WORLD) + slots + RANK * SLOT
             tl.store(into.to(result) + tl.arange(0, BLOCK), rounded)
