@@ -56,9 +56,10 @@ def warm(worker: Any) -> None:
         score(
             runner.model.compute_logits, hidden, worker._draws, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         )
-        if worker._sampling is not None:
+        sampling = getattr(worker, "_sampling", None)
+        if sampling is not None:
             for rows in row_counts(scheduler.max_num_seqs):
-                worker._sampling.warm(rows)
+                sampling.warm(rows)
     torch.cuda.synchronize()
     # as vLLM has done with what it holds for good
     gc.collect()
