@@ -273,6 +273,18 @@ topology.stop()
 """
 
 
+def said_by_two(program: str, folder: Path) -> list[str]:
+    """What each of two ranks of ``program RANK FILE`` prints."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder / "init")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    return said
+
+
 OWN_GROUP = """
 import sys
 import torch.distributed as dist
@@ -326,14 +338,8 @@ dist.destroy_process_group()
 
 @pytest.mark.engine
 def test_a_group_of_the_callers_own_serves_and_stays(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", OWN_GROUP]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "init")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(ranks):
-        said = process.communicate(timeout=120)[0].splitlines()
-        assert process.returncode == 0
+    for rank, text in enumerate(said_by_two(OWN_GROUP, tmp_path)):
+        said = text.splitlines()
         assert said[0].startswith(f"topology.start got rank {1 - rank} of 2 (tp=2, cp=1), but this process has joined")
         assert f"as rank {rank} of 2; supported: the same" in said[1]
         assert "rank 1 has profile='b', rank 0 'a'" in said[2]
@@ -346,13 +352,7 @@ def test_a_group_of_the_callers_own_serves_and_stays(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_a_rank_of_another_profile_is_named_on_every_rank(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", DIFFERING]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "init")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        said = process.communicate(timeout=120)[0]
+    for said in said_by_two(DIFFERING, tmp_path):
         assert "rank 1 has profile='b', rank 0 'a'" in said
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 from datetime import timedelta
 
+import rank_boards
 import rank_refusals
 import rank_values
 import torch
@@ -36,15 +37,15 @@ ONCE = [
     rank_values.check_backward,
     rank_refusals.check_groups,
     rank_refusals.check_choice,
-    rank_refusals.check_board,
-    rank_refusals.check_devices,
+    rank_boards.check_board,
+    rank_boards.check_devices,
 ]
 PAIR = [
     rank_values.check_compiled,
-    rank_refusals.check_unheard,
+    rank_boards.check_unheard,
     rank_refusals.check_absent_peer,
     rank_refusals.check_interrupted,
-    rank_refusals.check_board_told,
+    rank_boards.check_board_told,
 ]
 
 

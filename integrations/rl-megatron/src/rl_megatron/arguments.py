@@ -1,6 +1,8 @@
-"""What ``TrainerRank`` is made with, looked at before anything heavy happens."""
+"""What ``TrainerRank`` is made with: looked at before anything heavy happens, and compared over ranks."""
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from rl_contract import Profile
 from rl_megatron import checks, te
@@ -40,3 +42,18 @@ def problems(trainer: "TrainerRank") -> list[str]:
         if not whole and not (value is None and other):
             found.append(f"{name}={value!r}, supported: an integer of {least} and above{other}")
     return [problem for problem in found if problem]
+
+
+def identity(trainer: "TrainerRank") -> dict[str, object]:
+    """What all ranks must have been given alike."""
+    return {
+        "profile": trainer.profile.fingerprint,
+        "parallel": trainer.parallel,
+        "mode": trainer.mode,
+        "optimizer": trainer.optimizer_config,
+        "loss": trainer.loss_config,
+        "token_budget": trainer.token_budget,
+        "device": torch.device(trainer.device).type,
+        "recompute": trainer.recompute,
+        "recompute_modules": trainer.recompute_modules,
+    }

@@ -1,6 +1,7 @@
 """Log-probabilities of response tokens: one function for scoring and for training, so that both give the same bits."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -199,3 +200,14 @@ class _GatherSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0][ctx.slots], None, None
+
+
+def refuse_nan(values: Sequence[np.ndarray]) -> None:
+    """Raise ContractError for a log-probability that is NaN, one array a sample."""
+    for i, value in enumerate(values):
+        bad = np.flatnonzero(np.isnan(value))
+        if bad.size:
+            raise ContractError(
+                f"log-probability of response token {bad[0]} of sample {i} is NaN ({bad.size} in this sample): its "
+                "logits hold a NaN, +inf or no finite value; look for the first nonfinite activation or weight"
+            )

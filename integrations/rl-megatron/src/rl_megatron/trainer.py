@@ -22,7 +22,7 @@ from rl_megatron.loss import Loss, LossConfig, fixed_sum, grpo_loss
 from rl_megatron.model import Mode, Recompute, build_model, check_recompute, module_classes
 from rl_megatron.native import native_substitutions
 from rl_megatron.optimizer import Optimizer, OptimizerConfig, check_optimizer, make_optimizer
-from rl_megatron.scoring import check_temperature, token_logprobs
+from rl_megatron.scoring import check_temperature, refuse_nan, token_logprobs
 from rl_megatron.step_inputs import StepInputs
 
 
@@ -131,7 +131,7 @@ class TrainerRank:
         topology.start(self.rank, self.parallel, self.init_method, device=self.device, share_gpu=self.share_gpu)
         try:
             topology.together(agreed)
-            topology.agree(self._identity() | {"native operators": operators})
+            topology.agree(arguments.identity(self) | {"config.json": self._hf_config, "native operators": operators})
             tensors = checkpoint.open_hf(self.hf_path)
             model = topology.together(lambda: self._build(operators or "auto"))
             topology.together(lambda: checkpoint.load_tensors(model, tensors))
@@ -166,21 +166,6 @@ class TrainerRank:
         chosen = te.choose(self.native_operators, device=kind, dtype=self.profile.settings.dtype, staged=staged)
         self._fallback = chosen.fallback
         return chosen.operators
-
-    def _identity(self) -> dict[str, object]:
-        """What all ranks must have alike."""
-        return {
-            "profile": self.profile.fingerprint,
-            "parallel": self.parallel,
-            "mode": self.mode,
-            "optimizer": self.optimizer_config,
-            "loss": self.loss_config,
-            "token_budget": self.token_budget,
-            "device": torch.device(self.device).type,
-            "recompute": self.recompute,
-            "recompute_modules": self.recompute_modules,
-            "config.json": self._hf_config,
-        }
 
     def logprobs(
         self, samples: Sequence[Any], *, temperature: float = 1.0, with_entropy: bool = False
@@ -334,15 +319,8 @@ class TrainerRank:
         return self.keep_logits if current_device().type == "cuda" else 0
 
     def _refuse_nan(self, values: Sequence[np.ndarray]) -> None:
-        if self.mode != "strict":
-            return
-        for i, value in enumerate(values):
-            bad = np.flatnonzero(np.isnan(value))
-            if bad.size:
-                raise ContractError(
-                    f"log-probability of response token {bad[0]} of sample {i} is NaN ({bad.size} in this sample): its "
-                    "logits hold a NaN, +inf or no finite value; look for the first nonfinite activation or weight"
-                )
+        if self.mode == "strict":
+            refuse_nan(values)
 
     def export_weights(self) -> dict[str, Tensor] | None:
         """All weights by Hugging Face name on rank 0, None on the others; every rank must call it.

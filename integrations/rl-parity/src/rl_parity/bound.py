@@ -192,8 +192,8 @@ def _of_sittings(
         if number is not None and did[number] and over and not quiet:
             yield from gaps[-1]
     # older versions did not say which sitting an entry is of, and the last one may have had nothing left to do; where
-    # all that did a step were killed, none is there that could show it
-    if ended and told and all(gaps):
+    # all that did a step were killed, none is there that could show it, which a strict arm can't end with
+    if ended and (told or arm == "strict") and all(gaps):
         yield gaps[0][0]
     if manifest.get(FORMAT, 0) < TELLS_ALL:
         return

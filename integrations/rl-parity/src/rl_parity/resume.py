@@ -192,14 +192,21 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
 
 
 def _bears_out(directory: RunDirectory, arm: str, manifest: Mapping[str, Any], point: Point) -> None:
-    """Raise where an arm has nothing left to do, and would finish with evidence that contradicts its steps.
+    """Raise where an arm has nothing left to do, and would finish with evidence that contradicts its steps, or a strict
+    one with none.
 
     Sittings that were killed are told of when this one, which does no step of the arm, ends.
     """
+    held = directory.evidence(arm)
+    if arm == "strict" and not any(entry.get("train") or entry.get("rollout") for entry in sittings.entries(held)):
+        raise ContractError(
+            f"--resume {directory.root}: all {point.step} steps of the strict arm are done, and no sitting of it lived "
+            "to tell what launched them; ask for more --steps, whose workers will be asked"
+        )
     sitting = {"from_step": {arm: point.step}}
     finished = {**manifest, "status": "finished", "sittings": [*(manifest.get("sittings") or [{}]), sitting]}
     try:
-        whole = with_untold(directory.evidence(arm), finished, arm, len(point.records))
+        whole = with_untold(held, finished, arm, len(point.records))
         bound.check_evidence(directory, arm, finished, point.records, whole)
     except ContractError as error:
         raise ContractError(
