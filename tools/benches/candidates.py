@@ -197,3 +197,11 @@ def pipelined(m: int) -> list[Kernel]:
         _k("hopper", 64, 128, 128, 8, 4),
         _k("hopper", 128, 128, 64, 8, 6, parts=2),
     ]
+
+
+def sharded(m: int) -> list[Kernel]:
+    """Chains of a rank's part of a layer: for few rows its usual tiles are too few to fill the GPU."""
+    found = chains(m)
+    if m <= 256:
+        found = found + short(1, m) + [k for k in pipelined(m) if k.parts == 1]
+    return list(dict.fromkeys(found))

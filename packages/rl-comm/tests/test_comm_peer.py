@@ -42,7 +42,7 @@ for call in range(24):
     mine = parts[rank].clone()
     if delay.random() < 0.4:
         time.sleep(delay.random() * 0.03)
-    fixed = dict(SLOT=slot, PROGRAMS=programs, RANK=rank, WORLD=world, BLOCK=64)
+    fixed = dict(SLOT=slot, PROGRAMS=programs, RANK=rank, WORLD=world, BLOCK=64, LIMIT=0)
     if call % 4 == 3:
         # two steps, of rows that each rank adds one of; the last ones are shorter, or nothing
         n = (16, 160, 16, 1008, 640, 320)[call // 4]
@@ -113,6 +113,8 @@ def test_kernels_compile(arch, world, rank, name):
     two_steps = name == "peer_reduce_kernel"
     area = peer_memory.areas_of(world)[two_steps]
     constants = {"SLOT": area.slot, "PROGRAMS": area.programs, "RANK": rank, "WORLD": world, "BLOCK": area.block}
+    # the clock is NVIDIA's
+    constants["LIMIT"] = 1_800_000_000_000 if arch == "sm90" else 0
     out = "*i32" if name == "peer_gather_kernel" else "*bf16"
     meetings = 2 if two_steps else 1
     sizes = dict.fromkeys(("n", "total") if two_steps else ("n",), "i32")
@@ -123,7 +125,8 @@ def test_kernels_compile(arch, world, rank, name):
         constexprs={(kernel.arg_names.index(given),): value for given, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(3 + len(sizes))},
     )
-    text = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options={"num_warps": 8}).asm
+    options = {"num_warps": 8, "debug": True, "sanitize_overflow": False}
+    text = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options).asm
     if arch != "sm90":
         # flags are written behind what came before for every GPU to see, and read from where peers write
         assert text["amdgcn"].count("buffer_wbl2 sc0 sc1") >= meetings * (world - 1)
@@ -131,6 +134,9 @@ def test_kernels_compile(arch, world, rank, name):
     lines = [line.strip() for line in text["ptx"].splitlines()]
     assert sum("release" in line and "sys" in line for line in lines) == meetings * (world - 1)
     assert sum("acquire" in line and "sys" in line for line in lines) == meetings * (world - 1)
+    # whoever waits looks at the clock, and fails by name; nothing else asserts
+    assert sum("globaltimer" in line for line in lines) == meetings * (world - 1)
+    assert sum("__assertfail" in line and "call" in line for line in lines) == meetings * (world - 1)
     # 16 bytes at a time, also to peers, and peers' parts never from a processor's own cache
     assert sum("st.global.v4" in line for line in lines) >= 2 * (world - 1)
     # words of 16 bytes of a thread: of fp32, and of the bf16 that come back
@@ -165,7 +171,7 @@ class Prepared:
     def __init__(self, done, fails=False):
         self._done, self._fails = done, fails
 
-    def warmup(self, *arguments, grid, num_warps):
+    def warmup(self, *arguments, grid, **options):
         if self._fails:
             raise RuntimeError("no compiler")
         self._done.append("compiled")
@@ -174,7 +180,7 @@ class Prepared:
         self._done.append("launched")
 
 
-def noted(monkeypatch, fails=False, device="cpu"):
+def noted(monkeypatch, fails=False, device="cpu", timeout_s=0.0):
     """Peer memory of two ranks that launches nothing, and what it does, in order."""
     done = []
     kernel = Prepared(done, fails)
@@ -183,11 +189,12 @@ def noted(monkeypatch, fails=False, device="cpu"):
         "kernels",
         lambda: SimpleNamespace(peer_sum_kernel=kernel, peer_gather_kernel=kernel, peer_reduce_kernel=kernel),
     )
-    peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"))
-    peers.fixed = []
+    peers = peer_memory.PeerMemory([0, 0], 0, torch.device("cpu"), timeout_s)
+    peers.fixed, peers.options = [], []
 
-    def prepared(function, grid, fixed, num_warps):
+    def prepared(function, grid, fixed, **options):
         peers.fixed.append(fixed)
+        peers.options.append(options)
         return function
 
     monkeypatch.setattr(peer_memory, "Prepared", prepared)
@@ -229,7 +236,17 @@ def test_a_sum_in_two_steps_is_one_launch_whatever_its_size(monkeypatch):
         assert done == ["compiled", "agreed", "ordered", "launched"]
         assert peers.fixed[-1] == {
             "n": row, "total": size, "SLOT": area.slot, "PROGRAMS": 128, "RANK": 0, "WORLD": 2, "BLOCK": 8192,
+            "LIMIT": 0,
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(("timeout_s", "limit"), [(0.5, 500_000_000), (1800, 1_800_000_000_000), (1e30, 1 << 62)])
+def test_kernels_wait_no_longer_than_the_communicator_may(monkeypatch, timeout_s, limit):
+    peers, _ = noted(monkeypatch, timeout_s=timeout_s)
+    peers.gather(torch.zeros(16, dtype=torch.uint8), lambda: None)
+    assert peers.fixed[-1]["LIMIT"] == limit
+    # without debug Triton leaves asserts out, and with it numbers of calls must still begin again
+    assert peers.options[-1] == {"num_warps": 8, "debug": True, "sanitize_overflow": False}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +333,7 @@ driver, launched = pretend_gpu("sm90")
 import torch
 from rl_comm import peer_memory
 
-peers = peer_memory.PeerMemory([4096, 8192], 1, torch.device("cpu"))
+peers = peer_memory.PeerMemory([4096, 8192], 1, torch.device("cpu"), 1800.0)
 peers._areas = {area: aligned(2, dtype=torch.int64) for area in peers._areas}
 peers._order = lambda: None
 seen = []

@@ -77,7 +77,7 @@ def connected(world, odd=None, **changes):
 
     def rank(mine: ThreadRank):
         memory = Memory(mine.rank, **(changes if mine.rank == odd else {}))
-        return peer_joining.connect(Gloo(mine), memory.made), memory
+        return peer_joining.connect(Gloo(mine), 60.0, memory.made), memory
 
     return on_ranks(world, rank, timeout_s=20)
 
@@ -88,6 +88,7 @@ def test_every_rank_maps_every_other_one():
         one, two = peer_memory.areas_of(4)
         assert [x.tolist() for x in peers._areas.values()] == [mapped, [x + 4 * one.end for x in mapped]]
         assert memory.allocated == {4 * two.end}
+        assert peers._limit == 60_000_000_000
         # slots, flags and numbers of calls, one behind the other
         for area, begin in ((one, 0), (two, one.end)):
             assert area.begin == begin
@@ -135,7 +136,7 @@ def test_ranks_without_a_gpu_of_their_own_or_of_several_hosts_are_without(monkey
 
 def test_a_process_without_a_gpu_says_so():
     if not torch.cuda.is_available():
-        got = on_ranks(2, lambda mine: peer_joining.connect(Gloo(mine)))
+        got = on_ranks(2, lambda mine: peer_joining.connect(Gloo(mine), 60.0))
         assert got == ["rank 0 has OSError: no NVIDIA GPU"] * 2
 
 

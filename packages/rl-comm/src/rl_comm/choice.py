@@ -17,7 +17,7 @@ def choose(group: Any, gloo: GlooMover, transport: str, timeout_s: float, *, wit
     on_cpu = _host_mover(gloo, transport, timeout_s)
     if not with_nccl or gloo.world_size == 1:
         return {"cpu": on_cpu, "cuda": StagedMover(on_cpu, gloo.rank)}
-    peers = "" if transport in ("nccl", "gloo") else peer_joining.connect(gloo)
+    peers = "" if transport in ("nccl", "gloo") else peer_joining.connect(gloo, timeout_s)
     if transport == "peer_memory" and isinstance(peers, str):
         raise MissingSupport(
             f"transport='peer_memory': {peers}; supported: Triton and NVIDIA GPUs of one host that reach one another's "

@@ -54,7 +54,8 @@ class TreeCommunicator(InStep):
             does ``shared_memory``; ``peer_memory`` insists on both; ``nccl`` and ``gloo`` move all by NCCL. Chosen
             here, once, for every call.
         two_shot_bytes: size of the fp32 partial from which on two steps are taken; by device where None.
-        timeout_s: how long a rank waits for a peer over shared memory; gloo and NCCL have the group's own timeout.
+        timeout_s: how long a rank waits for a peer over shared memory and through peer memory, where a kernel whose
+            peers have not come then fails the process's CUDA context; gloo and NCCL have the group's own timeout.
         host_group: a gloo group of the same ranks, where ``group`` has no gloo part; made here where None.
         identity: what all ranks must agree on, e.g. a profile's fingerprint.
 

@@ -136,8 +136,8 @@ class _Unreachable(Exception):
 class _Joining:
     """The steps by which the ranks of a group come to map one another's memory; each tells its peers what it has."""
 
-    def __init__(self, gloo: GlooMover, driver: Callable[[], Driver]) -> None:
-        self._gloo, self._make, self._driver = gloo, driver, cast(Driver, None)
+    def __init__(self, gloo: GlooMover, driver: Callable[[], Driver], timeout_s: float) -> None:
+        self._gloo, self._make, self._driver, self._timeout_s = gloo, driver, cast(Driver, None), timeout_s
         self._device, self._mine = 0, 0
         self._opened: dict[int, int] = {}
 
@@ -175,7 +175,7 @@ class _Joining:
             if rank != self._gloo.rank:
                 self._opened[rank] = self._driver.open(handle)
         addresses = [self._opened.get(rank, self._mine) for rank in range(len(handles))]
-        return PeerMemory(addresses, self._gloo.rank, self._driver.device)
+        return PeerMemory(addresses, self._gloo.rank, self._driver.device, self._timeout_s)
 
     def _leave(self) -> None:
         def close() -> None:
@@ -207,16 +207,17 @@ class _Joining:
         return [row[1:] for row in rows]
 
 
-def connect(gloo: GlooMover, driver: Callable[[], Driver] = _driver) -> PeerMemory | str:
+def connect(gloo: GlooMover, timeout_s: float, driver: Callable[[], Driver] = _driver) -> PeerMemory | str:
     """Memory of each rank's current GPU that all ranks of ``gloo`` reach; on every rank why not, if one can't.
 
     Args:
+        timeout_s: see ``PeerMemory``.
         driver: makes each rank's; another one in tests.
     """
     if gloo.world_size not in SLOT_BYTES:
         return f"a world of {gloo.world_size}"
     try:
-        return _Joining(gloo, driver).join()
+        return _Joining(gloo, driver, timeout_s).join()
     except _Unreachable as problem:
         return str(problem)
 

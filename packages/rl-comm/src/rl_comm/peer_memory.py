@@ -28,6 +28,7 @@ _MOST_BYTES = 1 << 32
 # so many elements are whole blocks of 16 bytes of any type
 _ROW = 16
 _MOST_KEPT = 4096
+_MOST_NS = 1 << 62
 # of what a prepared launch is given
 _ALIGNMENT = 16
 
@@ -66,20 +67,23 @@ def kernels() -> Any | None:
 class PeerMemory:
     """Calls of one group through its ranks' memory, on the current stream.
 
-    Each is given ``agree``, which returns once the peers are seen to make the same call. A kernel waits for its peers'
-    without end, so whatever may fail on one rank alone is done before. Calls of one communicator that are captured in
+    Each is given ``agree``, which returns once the peers are seen to make the same call. A kernel waits for its peers',
+    so whatever may fail on one rank alone is done before. Calls of one communicator that are captured in
     graphs run one after the other if they are captured on one stream, and replays and eager calls if the caller's
     streams wait for one another.
 
     Args:
         addresses: of every rank's allocation as this process maps it, rank 0 first.
         device: of this rank.
+        timeout_s: after which a kernel whose peers have not come ends with a device-side assert, which this process
+            meets at its next synchronisation as a CUDA error; 0 for never.
     """
 
     name = "peer_memory"
 
-    def __init__(self, addresses: list[int], rank: int, device: torch.device) -> None:
+    def __init__(self, addresses: list[int], rank: int, device: torch.device, timeout_s: float = 0.0) -> None:
         self.rank, self.world_size, self.device = rank, len(addresses), device
+        self._limit = int(min(timeout_s * 1e9, _MOST_NS))
         self._areas = {
             area: torch.tensor([address + 4 * area.begin for address in addresses], dtype=torch.int64).to(device)
             for area in areas_of(self.world_size)
@@ -151,13 +155,17 @@ class PeerMemory:
                 self._launches.clear()
             fixed = {
                 **sizes, "SLOT": area.slot, "PROGRAMS": area.programs, "RANK": self.rank, "WORLD": self.world_size,
-                "BLOCK": area.block,
+                "BLOCK": area.block, "LIMIT": self._limit,
             }  # fmt: skip
             function, grid = getattr(kernels(), kernel), (area.programs,)
-            compiled = function.warmup(words, out, self._areas[area], *fixed.values(), grid=grid, num_warps=_WARPS)
+            options: dict[str, Any] = {"num_warps": _WARPS}
+            if self._limit:
+                # asserts on the device; numbers of calls may overflow
+                options |= {"debug": True, "sanitize_overflow": False}
+            compiled = function.warmup(words, out, self._areas[area], *fixed.values(), grid=grid, **options)
             # this loads it, too
             getattr(compiled, "run", None)
-            launch = Prepared(function, grid, fixed, num_warps=_WARPS)
+            launch = Prepared(function, grid, fixed, **options)
             self._launches[key] = launch
         return launch
 

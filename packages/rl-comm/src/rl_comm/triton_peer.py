@@ -11,6 +11,10 @@ same slots: each program counts its calls in device memory, so that replays of g
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
+
+# of a rank that waits for a peer, between looks at the clock
+_POLLS = tl.constexpr(4096)
 
 
 @triton.jit
@@ -20,8 +24,24 @@ def _at(addresses, rank):
 
 
 @triton.jit
+def _await(flag, number, LIMIT: tl.constexpr):
+    """Once here, a peer is at this call, or at the next; after ``LIMIT`` ns the launch fails. 0: without end."""
+    polls = 0
+    since = tl.zeros((), tl.int64)
+    # numbers begin again after 2**32 calls
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0:
+        if LIMIT > 0:
+            polls += 1
+            if polls % _POLLS == 0:
+                now = cuda.globaltimer()
+                since = tl.where(since == 0, now, since)
+                tl.device_assert(now - since < LIMIT, "no peer came: one has ended, or makes another call")
+
+
+@triton.jit
 def _meet(
-    addresses, mine, number, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr
+    addresses, mine, number, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Once here, what this program has written lies in the peers' memory, and what the peers' wrote in this one's."""
     program = tl.program_id(0)
@@ -33,16 +53,14 @@ def _meet(
         tl.atomic_xchg(flag, number, sem="release", scope="sys")
     for step in tl.static_range(1, WORLD):
         flag = mine + 2 * WORLD * SLOT + (RANK + step) % WORLD * PROGRAMS + program
-        # a peer that is done with this call may say the next one already; numbers begin again after 2**32 calls
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0:
-            pass
+        _await(flag, number, LIMIT)
     tl.debug_barrier()
 
 
 @triton.jit
 def _exchange(
     words, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Where in this rank's memory the peers' slots of this call begin, once they are filled.
 
@@ -60,7 +78,7 @@ def _exchange(
         for step in tl.static_range(1, WORLD):
             theirs = _at(addresses, (RANK + step) % WORLD)
             tl.store(theirs + slots + RANK * SLOT + at, part, held)
-    _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
+    _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD, LIMIT)
     tl.store(counter, number)
     return mine + slots
 
@@ -96,10 +114,10 @@ def _total(words, slots, at, held, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT
 @triton.jit
 def peer_sum_kernel(
     words, out, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """words: the bits of this rank's fp32 [n] -> out [n]; grid (PROGRAMS,). addresses int64 [WORLD] of allocations."""
-    slots = _exchange(words, addresses, n, SLOT, PROGRAMS, RANK, WORLD, BLOCK)
+    slots = _exchange(words, addresses, n, SLOT, PROGRAMS, RANK, WORLD, BLOCK, LIMIT)
     for begin in range(tl.program_id(0) * BLOCK, n, PROGRAMS * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         held = at < n
@@ -110,7 +128,7 @@ def peer_sum_kernel(
 @triton.jit
 def peer_reduce_kernel(
     words, out, addresses, n, total, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """words: the bits of this rank's fp32 [total] -> out [total]; grid (PROGRAMS,). SLOT is one block of each program.
 
@@ -132,7 +150,7 @@ def peer_reduce_kernel(
             peer = (RANK + step) % WORLD
             part = tl.load(words + peer * n + at, (at < n) & (peer * n + at < total))
             tl.store(_at(addresses, peer) + slots + RANK * SLOT + block, part)
-        _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
+        _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD, LIMIT)
         held = (at < n) & (RANK * n + at < total)
         # of this rank the part lies in its tensor, first words from where others' lie in the slots
         added = _total(words + RANK * n + first, mine + slots, block, held, RANK, WORLD, SLOT)
@@ -143,7 +161,7 @@ def peer_reduce_kernel(
         for step in tl.static_range(1, WORLD):
             into = _at(addresses, (RANK + step) % WORLD) + slots + RANK * SLOT
             tl.store(into.to(result) + tl.arange(0, BLOCK), rounded)
-        _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD)
+        _meet(addresses, mine, number, SLOT, PROGRAMS, RANK, WORLD, LIMIT)
         for step in tl.static_range(1, WORLD):
             peer = (RANK + step) % WORLD
             row = (mine + slots + peer * SLOT).to(result) + tl.arange(0, BLOCK)
@@ -154,10 +172,10 @@ def peer_reduce_kernel(
 @triton.jit
 def peer_gather_kernel(
     words, out, addresses, n, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """words int32 [n] -> out int32 [WORLD, n]; grid (PROGRAMS,)."""
-    slots = _exchange(words, addresses, n, SLOT, PROGRAMS, RANK, WORLD, BLOCK)
+    slots = _exchange(words, addresses, n, SLOT, PROGRAMS, RANK, WORLD, BLOCK, LIMIT)
     for begin in range(tl.program_id(0) * BLOCK, n, PROGRAMS * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         held = at < n
