@@ -77,6 +77,9 @@ def test_a_part_that_finds_nothing_is_no_success(tool, tmp_path):
         (["--budget", "nan"], "seconds over 0"),
         (["--parts", "decode+bench", "decode"], "each part once"),
         ([], "needs 2 GPUs"),
+        (["--one-gpu"], "needs 1 GPU, torch"),
+        (["--one-gpu", "--parts", "engines", "decode"], "no such part with --one-gpu: decode; parts are collectives"),
+        (["--one-gpu", "--layouts", "an"], "letters of a,b,c,d"),
     ],
 )
 def test_bad_input_starts_and_writes_nothing(tmp_path, arguments, names):
@@ -105,6 +108,9 @@ def test_parity_without_a_run_is_refused(parts, tmp_path):
     module = parts("two_gpu_parts.parity")
     assert module.chosen("a,c") == module.chosen("ac") == ["a", "c"]
     assert module.chosen("") == list(module.RUNS)
+    # native's own reductions do not share a GPU
+    assert module.chosen("", one_gpu=True) == ["a", "b", "c", "d"]
+    assert sorted("".join(module.LANES_IN_TURNS)) == module.chosen("", one_gpu=True)
     with pytest.raises(ValueError, match="'foo' must be letters"):
         list(module.run(0, str(tmp_path), SETTINGS | {"layouts": "foo", "end": time.time() + 60}))
 

@@ -44,6 +44,8 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
     jobs = []
     for name in wanted:
         tp, eager, gpus = ENGINES[name]
+        if settings.get("one_gpu"):
+            gpus = "0"
         asked = {"name": name, "model": model, "tp": tp, "eager": eager, "device": device, "out": str(root / name)}
         on_gpu = {"CUDA_VISIBLE_DEVICES": shown(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if device == "cuda" else {}
         command = [*settings.get("program", PROGRAM), json.dumps(asked)]

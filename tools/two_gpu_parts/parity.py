@@ -23,6 +23,8 @@ RUNS = {
 }
 # all beside one another: most of a run's time is its start, when it also looks at what memory is free
 LANES = ("a", "n", "b", "c", "d")
+# where ranks share a GPU, and native's own reductions do not
+LANES_IN_TURNS = ("ac", "db")
 # how a comparison is called, and what it says where there is nothing to tell
 COMPARED, EQUAL = "compared with ", "equal bit for bit"
 # letters of the layouts that a call was asked for -> why it did not come to its end
@@ -30,29 +32,36 @@ FAILED = "calls that did not end"
 FIGURES = ("valid_count", "mismatch_count", "nonfinite_count", "absent_count", "max_abs_diff", "k3_rollout_train")
 PROGRAM = (sys.executable, "-W", "ignore", "-m", "rl_parity.cli")
 GPU = "--device cuda --placement colocated --gpu-memory-utilization 0.12 --timeout 140"
+GPU_IN_TURNS = GPU.replace("0.12", "0.08").replace("140", "400")
 OPTIONS = (
     "--launcher local --leaves 2 --prompts random:64-1400 --max-model-len 2048 --batch 8 --group 4 --max-new-tokens 16 "
     "--lr 1e-5 --eager"
 )
 
 
-def chosen(layouts: str) -> list[str]:
-    """The letters in ``layouts``, "a,b" or "ab"; all where it is empty.
+def chosen(layouts: str, one_gpu: bool = False) -> list[str]:
+    """The letters in ``layouts``, "a,b" or "ab"; all where it is empty, or all that can share a GPU.
 
     Raises:
         ValueError: a letter of no run, or none.
     """
-    letters = list(layouts.replace(",", "")) if layouts else list(LANES)
-    if not letters or not set(letters) <= RUNS.keys():
-        raise ValueError(f"{layouts!r} must be letters of {','.join(RUNS)}")
+    known = [letter for letter in RUNS if not one_gpu or letter in "".join(LANES_IN_TURNS)]
+    letters = list(layouts.replace(",", "")) if layouts else known
+    if not letters or not set(letters) <= {*known}:
+        raise ValueError(f"{layouts!r} must be letters of {','.join(known)}")
     return letters
 
 
 def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    wanted = chosen(settings.get("layouts", ""))
+    one_gpu = settings.get("one_gpu", False)
+    wanted = chosen(settings.get("layouts", ""), one_gpu)
     root = Path(settings.get("keep") or folder) / "parity"
     root.mkdir(parents=True, exist_ok=True)
-    options = [*settings.get("options", f"{GPU} {OPTIONS}").split(), "--model", settings["model"]]
+    options = [
+        *settings.get("options", f"{GPU_IN_TURNS if one_gpu else GPU} {OPTIONS}").split(),
+        "--model",
+        settings["model"],
+    ]
     program = settings.get("program", PROGRAM)
 
     def job(letter: str) -> Job:
@@ -66,7 +75,7 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
 
     errors: list[str] = []
     equal: list[str] = []
-    lanes = [[job(x) for x in lane if x in wanted] for lane in LANES]
+    lanes = [[job(x) for x in lane if x in wanted] for lane in (LANES_IN_TURNS if one_gpu else LANES)]
     for done, status in run_lanes(lanes, settings["end"] - 12):
         name, arm, *_ = RUNS[done.name]
         found = figures(root / done.name / arm, root / done.name / "summary.json", arm)
