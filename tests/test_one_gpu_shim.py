@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SHIM = Path(__file__).parents[1] / "tools" / "one_gpu"
 MODULES = {
     "vllm/__init__.py": "",
@@ -21,7 +19,7 @@ MODULES = {
 }
 PROGRAM = """
 import json, os, sys
-import rl_comm.peer_joining, rl_parity.gpus, rl_parity.placement
+import rl_comm.peer_joining, rl_megatron.topology, rl_parity.gpus, rl_parity.placement
 from vllm.platforms.cuda import CudaPlatform
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -34,7 +32,7 @@ driver = rl_comm.peer_joining.Driver.__new__(rl_comm.peer_joining.Driver)
 placed = rl_parity.placement.Placement(kind="x", gpus=tuple(found), trainers=(0, 1), engines=((0, 1),))
 print(json.dumps([
     [gpu.uuid for gpu in found], [gpu.index for gpu in found], Worker().init_device(), CudaPlatform.device_count(),
-    driver.reaches(0, "any"), placed.engine_devices(0), placed.trainer_devices(1), placed.backend,
+    driver.reaches(0, "any"), rl_megatron.topology._refuse_one_gpu_for_two(None), placed.engine_devices(0), placed.trainer_devices(1), placed.backend,
     os.environ["NCCL_HOSTID"] == f"process {os.getpid()}", os.waitpid(child, 0)[1],
 ]))
 """
@@ -53,7 +51,7 @@ def started(tmp_path, **more):
 def test_two_ranks_take_one_gpu(tmp_path):
     done = started(tmp_path, RL_ONE_GPU="1")
     assert done.returncode == 0, done.stderr[-1500:]
-    assert json.loads(done.stdout) == [["GPU-a", "GPU-a again"], [0, 0], 0, 2, True, "0", "0", "nccl", True, 0]
+    assert json.loads(done.stdout) == [["GPU-a", "GPU-a again"], [0, 0], 0, 2, True, None, "0", "0", "nccl", True, 0]
 
 
 def test_nothing_is_changed_unasked(tmp_path):

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 
+# characters of what a failed test has printed
+SAID = 8000
+
+
 class Notes:
     """One line of JSON a test in the file that ``GPU_TESTS_NOTES`` names; first what will run."""
 
@@ -50,7 +54,10 @@ class Notes:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             text = "" if report.outcome == "passed" else str(report.longrepr)
-            self.write(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), text=text)
+            # programs that a test starts say there why they have failed
+            said = report.capstderr + report.capstdout if report.outcome == "failed" else ""
+            seconds = round(report.duration, 2)
+            self.write(test=report.nodeid, outcome=report.outcome, seconds=seconds, text=text, said=said[-SAID:])
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:

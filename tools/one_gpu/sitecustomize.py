@@ -66,8 +66,21 @@ def _peers_of_one_gpu(module: Any) -> None:
     module.Driver.reaches = lambda self, device, peer: True
 
 
+def _first_again(module: Any) -> None:
+    """rl_megatron finds its own modules before anyone else does."""
+    install = module.install
+
+    def installed() -> None:
+        install()
+        sys.meta_path.remove(changing)
+        sys.meta_path.insert(0, changing)
+
+    module.install = installed
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "rl_comm.peer_joining": _peers_of_one_gpu,
+    "rl_megatron.imports": _first_again,
     "rl_megatron.topology": _any_gpu_for_any_rank,
     "rl_parity.gpus": _listed_twice,
     "rl_parity.placement": _engines_see_one,
@@ -103,7 +116,8 @@ class Changing(importlib.abc.MetaPathFinder):
         return spec
 
 
+changing = Changing()
 if os.environ.get(FLAG):
     host_of_its_own()
     os.register_at_fork(after_in_child=host_of_its_own)
-    sys.meta_path.insert(0, Changing())
+    sys.meta_path.insert(0, changing)
