@@ -15,7 +15,9 @@ MIXED = """
 import os, pathlib, pytest, time
 pytestmark = pytest.mark.gpu
 def test_good(): pass
-def test_bad(): assert 1 == 2, "the reason"
+def test_bad():
+    os.system("echo what a program said >&2")
+    assert 1 == 2, "the reason"
 @pytest.mark.skip(reason="no such card")
 def test_left_out(): pass
 def test_hangs():
@@ -59,6 +61,7 @@ def test_a_run_that_is_cut_off_names_failures_and_what_did_not_end(tmp_path):
     assert done.returncode == 1
     assert "1 passed    1 failed    1 skipped    2 not ended" in done.stdout
     assert "the reason" in done.stdout
+    assert "what a program said" in done.stdout.split("printed last")[1]
     assert "no such card" in done.stdout
     assert "not ended" in done.stdout.split("test_hangs")[0].splitlines()[-1]
     assert "stood here" in done.stdout.split("world.log ends")[1]

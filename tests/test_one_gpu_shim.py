@@ -32,7 +32,8 @@ driver = rl_comm.peer_joining.Driver.__new__(rl_comm.peer_joining.Driver)
 placed = rl_parity.placement.Placement(kind="x", gpus=tuple(found), trainers=(0, 1), engines=((0, 1),))
 print(json.dumps([
     [gpu.uuid for gpu in found], [gpu.index for gpu in found], Worker().init_device(), CudaPlatform.device_count(),
-    driver.reaches(0, "any"), rl_megatron.topology._refuse_one_gpu_for_two(None), placed.engine_devices(0), placed.trainer_devices(1), placed.backend,
+    driver.reaches(0, "any"), rl_megatron.topology._refuse_one_gpu_for_two(None),
+    placed.engine_devices(0), placed.trainer_devices(1), placed.backend,
     os.environ["NCCL_HOSTID"] == f"process {os.getpid()}", os.waitpid(child, 0)[1],
 ]))
 """
@@ -59,15 +60,3 @@ def test_nothing_is_changed_unasked(tmp_path):
     assert done.returncode == 1
     # it goes on to ask a driver that is not there
     assert "_call" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "name", ["rl_megatron.topology", "rl_comm.peer_joining", "rl_parity.gpus", "rl_parity.placement"]
-)
-def test_what_it_changes_is_there(name):
-    module = pytest.importorskip(name)
-    wanted = {
-        "rl_megatron.topology": ["_refuse_one_gpu_for_two"], "rl_comm.peer_joining": ["Driver"],
-        "rl_parity.gpus": ["visible"], "rl_parity.placement": ["Placement"],
-    }  # fmt: skip
-    assert all(hasattr(module, x) for x in wanted[name])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-
 # characters of what a failed test has printed
 SAID = 8000
 
