@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from importlib import metadata
 
 import pytest
 import torch
@@ -278,10 +279,16 @@ def test_an_abbreviated_option_is_refused(command, capsys):
     assert "--temp" in capsys.readouterr().err
 
 
-def test_the_version_is_the_installed_one(capsys):
-    from importlib import metadata
-
+def test_the_version_is_the_installed_one(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"rl-parity {metadata.version('rl-parity')}\n"
+
+    def unknown(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == "rl-parity of a checkout, not installed\n"

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from tiny_checkpoint import tiny_config, tiny_weights, write_checkpoint
 
 import rl_vllm
-from rl_contract import ContractError, build_profile
+from rl_contract import ContractError, MissingSupport, build_profile
 
 pytest.importorskip("vllm")
 
@@ -30,6 +32,14 @@ def test_bad_input_mode_and_excluded_plugin(profile, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "")
     with pytest.raises(ContractError, match="VLLM_PLUGINS=''"):
         rl_vllm.engine_args(profile, model="m")
+
+
+def test_bad_input_a_package_that_is_only_importable(profile, monkeypatch):
+    """vLLM's processes would refuse one of its parts by a name that tells nothing."""
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [SimpleNamespace(name="another")])
+    for mode in ("strict", "audit"):
+        with pytest.raises(MissingSupport, match="not installed.*pip install integrations/rl-vllm"):
+            rl_vllm.engine_args(profile, mode=mode, model="m")
 
 
 @pytest.mark.field_report("R01")

@@ -94,9 +94,16 @@ def _directory(text: str) -> Path:
     return Path(_filled(text))
 
 
+def _version() -> str:
+    try:
+        return metadata.version("rl-parity")
+    except metadata.PackageNotFoundError:
+        return "of a checkout, not installed"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="rl-parity", description="RL training whose two engines compute the same bits.")
-    parser.add_argument("--version", action="version", version=f"rl-parity {metadata.version('rl-parity')}")
+    parser.add_argument("--version", action="version", version=f"rl-parity {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train, and compare every log-probability bit for bit")
     doctor = commands.add_parser("doctor", help="list every violated precondition of a run; starts nothing")

@@ -4,10 +4,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rl_contract import ContractError, Profile, check_built
+from rl_contract import ContractError, MissingSupport, Profile, check_built
 from rl_vllm import platform
 
 MODES = ("strict", "audit", "off")
@@ -28,7 +29,7 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
             tensor_parallel_size that is no positive integer, a model that is neither name nor path, overrides that
             contradict strict mode (vLLM's defaults too, where they are given), or an ``additional_config`` with a key
             that is spelled like an option and is none.
-        MissingSupport: vLLM is not installed, lacks a hook or runs on an unknown platform.
+        MissingSupport: vLLM or this package is not installed, vLLM lacks a hook or runs on an unknown platform.
     """
     if mode not in MODES:
         raise ContractError(f"mode={mode!r} is not supported; supported: {MODES}")
@@ -41,6 +42,11 @@ def engine_args(profile: Profile, mode: str = "strict", **overrides: Any) -> dic
     if _plugin_excluded():
         raise ContractError(
             f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} keeps vLLM from loading rl_vllm; add it there or unset it"
+        )
+    if not _plugin_known():
+        raise MissingSupport(
+            "rl_vllm can be imported but is not installed, so vLLM's processes would not load it; supported: an "
+            "installed one, whose entry point they find: pip install integrations/rl-vllm"
         )
     here = platform.current()
     from rl_vllm import options
@@ -216,6 +222,10 @@ def _positive(name: str, value: Any) -> None:
 def _plugin_excluded() -> bool:
     allowed = os.environ.get("VLLM_PLUGINS")
     return allowed is not None and "rl_vllm" not in allowed.split(",")
+
+
+def _plugin_known() -> bool:
+    return any(found.name == "rl_vllm" for found in metadata.entry_points(group="vllm.general_plugins"))
 
 
 @contextmanager
