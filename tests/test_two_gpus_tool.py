@@ -403,7 +403,11 @@ def test_page_names_every_finding_and_draws_targets_and_layouts(parts, tmp_path)
     }
     assert module.ratios(payload) == [("decode: strict TP2 decode of native at batch 64", 0.95, 0.97)]
     assert module.layouts(payload) == [("TP2/CP1 -> TP2", 15000, 0), ("native", 15000, 14000)]
+    alone = module.table(payload | {"meta": payload["meta"] | {"gpu": ["x"]}})
+    assert alone.startswith("# Two ranks on one GPU\n\n1 x x, driver 5")
+    assert "`tools/two_gpus --one-gpu`" in alone
     text = module.table(payload)
+    assert text.startswith("# Two GPUs\n\n2 x x, driver 5")
     assert "2 x x" in text
     assert "| native: mismatch_count | 14,000 |" in text
     assert "| log | a / b c |" in text

@@ -23,11 +23,12 @@ def table(payload: dict[str, Any]) -> str:
     """Markdown."""
     meta = payload["meta"]
     gpus = meta["gpu"] if isinstance(meta["gpu"], list) else [meta["gpu"]]
+    shared = len(gpus) == 1
     lines = [
-        "# Two GPUs",
+        "# Two ranks on one GPU" if shared else "# Two GPUs",
         "",
         f"{len(gpus)} x {gpus[0]}, driver {meta['driver']}, PyTorch {meta['torch']}, NCCL {meta['nccl']}, commit "
-        f"{meta['commit']}, {meta['date']}; `tools/two_gpus`.",
+        f"{meta['commit']}, {meta['date']}; `tools/two_gpus{' --one-gpu' * shared}`.",
     ]
     lines += ["", meta["note"]] if meta.get("note") else []
     for part in PARTS:

@@ -38,7 +38,7 @@ def test_bad_input_a_package_that_is_only_importable(profile, monkeypatch):
     """vLLM's processes would refuse one of its parts by a name that tells nothing."""
     monkeypatch.setattr(metadata, "entry_points", lambda group: [SimpleNamespace(name="another")])
     for mode in ("strict", "audit"):
-        with pytest.raises(MissingSupport, match="not installed.*pip install integrations/rl-vllm"):
+        with pytest.raises(MissingSupport, match=r"not installed.*pip install integrations/rl-vllm"):
             rl_vllm.engine_args(profile, mode=mode, model="m")
 
 
