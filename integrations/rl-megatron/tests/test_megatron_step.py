@@ -143,6 +143,7 @@ from rl_megatron import LossConfig, OptimizerConfig, TrainerRank, load_hf
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 arguments = pickle.load(open(folder + "/job.pkl", "rb"))
+other_profile = arguments.pop("other profile")
 trainer = TrainerRank(rank=rank, init_method=f"file://{folder}/init", optimizer=OptimizerConfig(lr=1e-2), **arguments)
 refused = []
 for number, wrong in enumerate(
@@ -158,6 +159,8 @@ for number, wrong in enumerate(
         {"hf_path": folder + "/cut"},
         {"hf_path": folder + "/none"},
         {"hf_path": folder + "/nan"},
+        {"hf_path": folder + "/foreign"},
+        {"profile": other_profile},
     )
 ):
     rest = {**arguments, **(wrong if rank else {})}
@@ -283,6 +286,7 @@ def write_folders(folder: Path, tiny: Any, config: dict[str, Any]) -> None:
     cut = Path(tiny.write_folder(folder / "cut", config, tensors)) / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     (Path(tiny.write_folder(folder / "none", config, tensors)) / "model.safetensors").unlink()
+    tiny.write_folder(folder / "foreign", config | {"architectures": ["MixtralForCausalLM"]}, tensors)
     # at a place that no block of the fingerprint holds
     at = (folder / "model" / "model.safetensors").read_bytes()
     name = "model.layers.0.mlp.gate_proj.weight"
@@ -297,6 +301,7 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
     config = tiny.tiny_config()
     write_folders(tmp_path, tiny, config)
     job = {"hf_path": tmp_path / "model", "profile": tiny.tiny_profile(config), "parallel": ParallelConfig(tp=2)}
+    job["other profile"] = tiny.tiny_profile(config, vocab_size=1000)
     (tmp_path / "job.pkl").write_bytes(pickle.dumps(job))
     command = [sys.executable, "-W", "ignore", "-c", RANK]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
@@ -356,6 +361,8 @@ def test_what_one_rank_refuses_is_refused_on_every_rank_and_nothing_is_computed(
                 f"checkpoint {tmp_path}/cut: model.safetensors can't be read",
                 f"checkpoint {tmp_path}/none: no *.safetensors file",
                 "model.layers.0.mlp.gate_proj.weight has 1 NaN",
+                "config.json is not supported: architectures=['MixtralForCausalLM']",
+                "rl-megatron: the checkpoint has vocab_size=",
             ),
             refused[8:],
             strict=True,

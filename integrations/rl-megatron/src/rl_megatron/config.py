@@ -114,6 +114,12 @@ class ModelConfig:
         if problems:
             raise ContractError("rl-megatron: " + "; ".join(problems))
 
+    def check_profile(self, profile: Profile) -> None:
+        """Raise one ContractError for a profile of another model, whatever the cut."""
+        check_built(profile)
+        if problems := self._profile_problems(profile):
+            raise ContractError("rl-megatron: " + "; ".join(problems))
+
     def _profile_problems(self, profile: Profile) -> list[str]:
         s = profile.settings
         pairs = {

@@ -100,27 +100,29 @@ class TrainerRank:
         """Check everything, join the world, build and load the model; returns ``report()``.
 
         Raises:
-            ContractError: an unsupported config, cut or profile, before the world is joined; no checkpoint and ranks
-                that differ, in their arguments or in the weight files of their folders (see ``checkpoint.open_hf``),
-                before anything is built; a defective weight file.
-            MissingSupport: ``native_operators="te"`` without TransformerEngine, or recomputation or Megatron's
-                optimizer on a CPU, before anything is built.
+            ContractError: an unsupported cut, before the world is joined; no checkpoint, an unsupported config, another
+                model's profile, and ranks that differ, in their arguments or in the weight files of their folders (see
+                ``checkpoint.open_hf``), before anything is built; a defective weight file.
+            MissingSupport: a device that is not there, before the world is joined; ``native_operators="te"`` without
+                TransformerEngine, or recomputation or Megatron's optimizer on a CPU, before anything is built.
 
-        What one rank refuses once its config, cut, profile and device are supported, the others do too: it joins them
-        and says so. A world of one is not joined then.
+        What one rank refuses once its cut and device are supported, the others do too: it joins them and says so. A
+        world of one is not joined then.
         """
         operators: Literal["te", "local"] | None = None
-        config: dict[str, Any] | None = None
+        config: ModelConfig | None = None
         refusal: ContractError | MissingSupport | None = None
         try:
-            config = self._hf_config = checkpoint.read_config(self.hf_path)
+            self._hf_config = checkpoint.read_config(self.hf_path)
             operators = self._operators()
+            config = ModelConfig.from_hf(self._hf_config)
+            config.check_profile(self.profile)
         except (ContractError, MissingSupport) as error:
             if self.parallel.world_size == 1:
                 raise
             refusal = error
-        if config is not None:
-            ModelConfig.from_hf(config).check(self.profile, self.parallel)
+        if config is not None and refusal is None:
+            config.check(self.profile, self.parallel)
 
         def agreed() -> None:
             if refusal is not None:
