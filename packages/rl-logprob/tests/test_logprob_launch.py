@@ -50,14 +50,37 @@ def looked_up():
         launch(kernel, (1, 1, 1), cases[0][0], {"B": 3, "A": 9}, num_warps=4)
 
 
-def test_a_launch_that_is_looked_up_runs_what_triton_would_run():
+def targets_anywhere():
+    """Targets of a prompt begin at any of its tokens, 8 bytes behind a multiple of 16 as a rule."""
+    from rl_contract.pretend import aligned, pretend_gpu
+
+    _, ran = pretend_gpu("sm90")
+    from rl_logprob.triton_scores import score_logits
+
+    def launched(rows, first):
+        targets = aligned(rows + 16, dtype=torch.int64)[first : first + rows]
+        m, logits = aligned(8, rows, dtype=torch.float32), aligned(rows, 4096, dtype=torch.float32)
+        ran.clear()
+        stats = m, aligned(8, rows, dtype=torch.float64), aligned(0, dtype=torch.float64)
+        score_logits(stats, logits, targets, torch.empty(0), 4096)
+        (launch,) = ran
+        return launch.function
+
+    for rows in (1, 2, 16, 17, 510, 512, 2048):
+        functions = {launched(rows, first) for first in (0, 1, 2, 3)}
+        assert len(functions) == 1, rows
+
+
+@pytest.mark.parametrize("what", ["looked_up", "targets_anywhere"])
+def test_a_launch_that_is_looked_up_runs_what_triton_would_run(what):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", __file__, what]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 if __name__ == "__main__":
-    looked_up()
+    {"looked_up": looked_up, "targets_anywhere": targets_anywhere}[sys.argv[1]]()
 
 
 def test_certificates_are_those_of_the_plans_in_force(monkeypatch):

@@ -179,7 +179,8 @@ def _logp(x, top, log_total):
     return (((x.to(tl.float64) + 0.0) - top) - log_total).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["T"])
+# targets are where they lie in a prompt
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["targets"])
 def score_kernel(
     m, s, u, logits, targets, temperature, x, state, logp, T, V, stride, tiles, stride_row, stride_tile,
     GATHER: tl.constexpr, UNIT: tl.constexpr, ENTROPY: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
