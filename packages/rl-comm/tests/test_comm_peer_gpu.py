@@ -26,7 +26,7 @@ def on_one_gpu(folder, world, timeout_s):
     return done
 
 
-@pytest.mark.parametrize(("world", "replays"), [(2, 60), (4, 12)])
+@pytest.mark.parametrize(("world", "replays"), [(2, 20), (4, 4)])
 def test_processes_that_share_a_gpu_get_the_trees_bits(tmp_path, world, replays):
     done = on_one_gpu(tmp_path, world, 120.0)
     said = done[0].stdout.splitlines()
