@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 # the last but two fills a slot of peer memory, nearly; ranks divide no odd one
 SIZES = ((1,), (7,), (4095,), (4096,), (4097,), (409, 5120), (1664, 5120), (2048, 5120))
-REPLAYS, REPLAYS_IN_TURNS = 1000, 100
 TIMED = tuple((rows, 4096) for rows in (1, 8, 64, 128, 256, 512, 1024, 2048, 8192))
 
 
@@ -50,7 +49,7 @@ def run(rank: int, folder: str, settings: dict[str, Any]) -> Iterator[dict[str, 
         check_refusals(rank, comm)
         check_compiled(rank, comm)
     for name, comm in forms.items():
-        yield {f"{name}: replays compared": check_graphs(rank, comm, REPLAYS_IN_TURNS if one_gpu else REPLAYS)}
+        yield {f"{name}: replays compared": check_graphs(rank, comm, settings["replays"])}
     yield {"streams: outputs compared": check_streams(rank, peer)}
     if one_gpu:
         return
