@@ -173,6 +173,22 @@ def run_world(
     return [pickle.loads((folder / f"out{rank}.pkl").read_bytes()) for rank in range(world)]
 
 
+def said_by_two(program: str, folder: Path) -> list[str]:
+    """What each of two ranks of ``program RANK FILE`` prints."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder / "init")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], said
+    return said
+
+
 def load(name: str) -> Any:
     """A helper module beside the tests, which pytest's import mode does not put on the path."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))

@@ -243,9 +243,10 @@ def test_cpu_answers_are_undone_also_after_an_error() -> None:
         ("cuda:99", MissingSupport, "cuda:99"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(device: str, error: type[Exception], words: str) -> None:
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
-        topology.start(0, ParallelConfig(), "file:///nowhere/init", device=device)
+        topology.start(0, ParallelConfig(), f"file://{tmp_path}/init", device=device)
+    assert not (tmp_path / "init").exists()
 
 
 def test_optimizer_kinds_are_named() -> None:
@@ -273,86 +274,9 @@ topology.stop()
 """
 
 
-def said_by_two(program: str, folder: Path) -> list[str]:
-    """What each of two ranks of ``program RANK FILE`` prints."""
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(folder / "init")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    return said
-
-
-OWN_GROUP = """
-import sys
-import torch.distributed as dist
-from rl_contract import ContractError
-from rl_megatron import ParallelConfig, topology
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-
-def said(call):
-    try:
-        call()
-    except ContractError as error:
-        return str(error)
-    return "went on"
-
-# as of a stack that has joined its ranks by NCCL alone, which moves no CPU tensor
-dist.init_process_group("gloo", init_method="file://" + folder, rank=rank, world_size=2)
-dist.get_backend_config = lambda group=None: "cuda:nccl"
-made, new_group = [], dist.new_group
-def counted(*args, **kwargs):
-    made.append(kwargs.get("backend"))
-    return new_group(*args, **kwargs)
-print(said(lambda: topology.start(1 - rank, ParallelConfig(tp=2), "file:///nowhere")))
-print(said(lambda: topology.start(0, ParallelConfig(), "file:///nowhere")))
-topology.start(rank, ParallelConfig(tp=2), "file:///nowhere")
-dist.new_group = counted
-gather, gathered = dist.all_gather, []
-def noted(rows, mine, group=None):
-    gathered.append(group is not None and group is not dist.group.WORLD)
-    return gather(rows, mine, group=group)
-dist.all_gather = noted
-topology.agree({"profile": "a"})
-print(said(lambda: topology.agree({"profile": "ab"[rank]})))
-def refuses():
-    if rank:
-        raise ContractError("no")
-    return 3
-print(said(lambda: topology.together(refuses)))
-print(topology.together(lambda: 3), made, set(gathered))
-topology.stop()
-topology.stop()
-# it is the caller's
-dist.barrier()
-print(dist.get_world_size())
-topology.start(rank, ParallelConfig(cp=2), "file:///nowhere")
-topology.agree({"profile": "a"})
-topology.stop()
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.engine
-def test_a_group_of_the_callers_own_serves_and_stays(tmp_path: Path) -> None:
-    for rank, text in enumerate(said_by_two(OWN_GROUP, tmp_path)):
-        said = text.splitlines()
-        assert said[0].startswith(f"topology.start got rank {1 - rank} of 2 (tp=2, cp=1), but this process has joined")
-        assert f"as rank {rank} of 2; supported: the same" in said[1]
-        assert "rank 1 has profile='b', rank 0 'a'" in said[2]
-        told = "rank 1 refuses this call, which all ranks make together: ContractError: no"
-        assert said[3] == ("no" if rank else told)
-        # one group of gloo beside it, whatever is agreed on
-        assert said[4] == "3 ['gloo'] {True}"
-        assert said[5:] == ["2"]
-
-
-@pytest.mark.engine
-def test_a_rank_of_another_profile_is_named_on_every_rank(tmp_path: Path) -> None:
-    for said in said_by_two(DIFFERING, tmp_path):
+def test_a_rank_of_another_profile_is_named_on_every_rank(tiny: Any, tmp_path: Path) -> None:
+    for said in tiny.said_by_two(DIFFERING, tmp_path):
         assert "rank 1 has profile='b', rank 0 'a'" in said
 
 

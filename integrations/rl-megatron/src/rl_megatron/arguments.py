@@ -11,6 +11,7 @@ from rl_megatron.config import ParallelConfig
 from rl_megatron.loss import LossConfig
 from rl_megatron.model import recompute_problem
 from rl_megatron.optimizer import OptimizerConfig
+from rl_megatron.rendezvous import url_problem
 
 if TYPE_CHECKING:
     from rl_megatron.trainer import TrainerRank
@@ -20,7 +21,7 @@ def problems(trainer: "TrainerRank") -> list[str]:
     """What is wrong with each of them, in words."""
     found = [
         token_budget_problem(trainer.token_budget),
-        checks.url_problem("init_method", trainer.init_method),
+        url_problem("init_method", trainer.init_method),
         checks.folder_problem("hf_path", trainer.hf_path),
         checks.instance_problem("profile", trainer.profile, Profile),
         checks.instance_problem("parallel", trainer.parallel, ParallelConfig),

@@ -87,10 +87,3 @@ def folder_problem(name: str, value: object) -> str | None:
     if isinstance(value, str) and value:
         return None
     return None if hasattr(value, "__fspath__") else f"{name}={value!r:.80}, supported: a path"
-
-
-def url_problem(name: str, value: object) -> str | None:
-    """What is wrong with a URL of torch.distributed."""
-    if isinstance(value, str) and value.partition("://")[1]:
-        return None
-    return f"{name}={value!r:.80}, supported: a URL of torch.distributed, tcp://host:port or file:///path"

@@ -3,6 +3,8 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from megatron.core import parallel_state
 from rl_comm import TreeCommunicator
 from rl_contract import Communicator, ContractError, MissingSupport, SingleRank
 from rl_contract.checks import whole_number
-from rl_megatron import checks, tokens
+from rl_megatron import checks, rendezvous, tokens
 from rl_megatron.config import ParallelConfig
 from rl_megatron.cpu_device import device as current_device
 from rl_megatron.cpu_device import use as use_device
@@ -78,25 +80,63 @@ def start(
         device: ``cpu``, ``cuda`` (the rank-th GPU this process sees, or the only one) or ``cuda:N``.
         share_gpu: let several ranks use one GPU. NCCL can't, so bytes then move through the host, which is slow.
 
+    In a group that this process has joined before, every rank must call it: what one rank refuses, all of them refuse,
+    naming the rank, before anything is made. Nothing made of that group waits longer than the group itself would.
+
     Raises:
-        ContractError: an argument that is none of its kind, the rank is outside the world, this process has joined a
-            group as another rank or of another size, another parallel state is alive in it, or two ranks have one GPU
-            without ``share_gpu``; the last on every rank.
+        ContractError: an argument that is none of its kind, an ``init_method`` at which ranks can't meet, the rank is
+            outside the world, this process has joined a group as another rank or of another size, another parallel
+            state is alive in it; on every rank, ranks of another cut, kind of device or ``share_gpu``, or two that have
+            one GPU without it.
         MissingSupport: a device that is not there.
+        RuntimeError: a rank of a group that was joined before did not call it within the group's timeout.
     """
-    problems = [
-        checks.instance_problem("parallel", parallel, ParallelConfig),
-        None if whole_number(rank) else f"rank={rank!r:.80}, supported: an integer",
-        checks.url_problem("init_method", init_method),
-        checks.instance_problem("share_gpu", share_gpu, bool),
-    ]
-    if found := [problem for problem in problems if problem]:
-        raise ContractError(f"topology.start: {'; '.join(found)}")
-    if not 0 <= rank < parallel.world_size:
-        raise ContractError(
-            f"rank {rank} with tp={parallel.tp} and cp={parallel.cp}; supported: 0 to {parallel.world_size - 1}"
+
+    def check() -> torch.device:
+        problems = [
+            checks.instance_problem("parallel", parallel, ParallelConfig),
+            None if whole_number(rank) else f"rank={rank!r:.80}, supported: an integer",
+            rendezvous.url_problem("init_method", init_method),
+            checks.instance_problem("share_gpu", share_gpu, bool),
+        ]
+        if found := [problem for problem in problems if problem]:
+            raise ContractError(f"topology.start: {'; '.join(found)}")
+        if not 0 <= rank < parallel.world_size:
+            raise ContractError(
+                f"rank {rank} with tp={parallel.tp} and cp={parallel.cp}; supported: 0 to {parallel.world_size - 1}"
+            )
+        place = _resolve(device, rank, parallel.world_size)
+        _check_process(rank, parallel)
+        # last, since it makes a file
+        if not joined and (problem := rendezvous.place_problem("init_method", init_method, parallel.world_size)):
+            raise ContractError(f"topology.start: {problem}")
+        return place
+
+    joined = dist.is_initialized()
+    place = together(check, lambda _: {"call": b"topology.start"})
+    try:
+        together(lambda: _take(place))
+        if not joined:
+            _join(rank, parallel.world_size, init_method, nccl=place.type == "cuda" and not share_gpu)
+        agree({"parallel": parallel, "device": place.type, "share_gpu": share_gpu})
+        if place.type == "cuda" and not share_gpu and parallel.world_size > 1:
+            _refuse_one_gpu_for_two(place)
+        options: dict[str, Any] = {"create_gloo_process_groups": False}
+        if (timeout := _timeout()) is not None:
+            options["distributed_timeout_minutes"] = timeout / timedelta(minutes=1)
+        known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            context_parallel_size=parallel.cp,
+            **{name: value for name, value in options.items() if name in known},
         )
-    place = _resolve(device, rank, parallel.world_size)
+    except BaseException:
+        stop()
+        raise
+
+
+def _check_process(rank: int, parallel: ParallelConfig) -> None:
+    """Raise for what this process has joined or made before, if that does not fit."""
     if dist.is_initialized() and (joined := (dist.get_rank(), dist.get_world_size())) != (rank, parallel.world_size):
         raise ContractError(
             f"topology.start got rank {rank} of {parallel.world_size} (tp={parallel.tp}, cp={parallel.cp}), but this "
@@ -107,23 +147,24 @@ def start(
         raise ContractError(
             "this process already holds a Megatron parallel state; call topology.stop() or use a fresh process"
         )
+
+
+def _take(place: torch.device) -> None:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     use_device(place)
-    if not dist.is_initialized():
-        nccl = place.type == "cuda" and not share_gpu
-        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=parallel.world_size)
-        _made[:] = [dist.group.WORLD]
-    if place.type == "cuda" and not share_gpu and parallel.world_size > 1:
-        _refuse_one_gpu_for_two(place)
-    groups: dict[str, Any] = {"create_gloo_process_groups": False}
-    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        context_parallel_size=parallel.cp,
-        **{name: value for name, value in groups.items() if name in known},
-    )
+
+
+def _join(rank: int, world_size: int, init_method: str, *, nccl: bool) -> None:
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    try:
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+    except (RuntimeError, ValueError) as error:
+        raise ContractError(
+            f"rank {rank} of {world_size} could not join its peers by init_method={init_method!r:.200} ({error}); give "
+            "all ranks one URL that each of them reaches, and start them together"
+        ) from error
+    _made[:] = [dist.group.WORLD]
 
 
 def transports() -> dict[str, str]:
@@ -143,8 +184,20 @@ def _host_group() -> Any:
     held = _host_groups.get(id(world))
     if held is None or held[0] is not world:
         has_gloo = "gloo" in str(dist.get_backend_config(world))
-        held = _host_groups[id(world)] = (world, world if has_gloo else dist.new_group(backend="gloo"))
+        group = world if has_gloo else dist.new_group(backend="gloo", timeout=_timeout())
+        _host_groups.clear()
+        held = _host_groups[id(world)] = (world, group)
     return held[1]
+
+
+def _timeout() -> timedelta | None:
+    """How long a call of the world waits for a peer; None where its backend does not say."""
+    world: Any = dist.group.WORLD
+    found: list[timedelta] = []
+    # torch has no public way to ask
+    with suppress(AttributeError, RuntimeError):
+        found = [world._get_backend(kind).options._timeout for kind in world._device_types]
+    return min(found, default=None)
 
 
 def ranks() -> int:
@@ -223,14 +276,19 @@ def _gathered(row: list[int]) -> list[list[int]]:
     """Every rank's row of up to ``_WORDS`` integers."""
     mine = torch.tensor(row + [0] * (_WORDS - len(row)))
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine, group=_host_group())
+    try:
+        dist.all_gather(rows, mine, group=_host_group())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"not all {dist.get_world_size()} ranks made this call ({error}); every rank must make every call; look at "
+            "what the others do instead, and restart the group"
+        ) from error
     return [theirs.tolist() for theirs in rows]
 
 
 def stop() -> None:
     """Leave the parallel state, and the process group if ``start`` has made it; safe to call twice."""
     _communicators.clear()
-    _host_groups.clear()
     # the last batch holds a communicator, and after a failed backward gradients too
     tokens.enter(None)
     if parallel_state.model_parallel_is_initialized():
@@ -242,6 +300,9 @@ def _leave_world() -> None:
     """A group that the caller has made stays."""
     if dist.is_initialized() and any(made is dist.group.WORLD for made in _made):
         dist.destroy_process_group()
+    # beside a group that stays it stays too: a rank that stopped would make another, which its peers would not
+    if not dist.is_initialized():
+        _host_groups.clear()
     _made.clear()
     use_device(torch.device("cpu"))
 
@@ -273,7 +334,6 @@ def _refuse_one_gpu_for_two(place: torch.device) -> None:
     for rank, found in enumerate(everyone):
         first = everyone.index(found)
         if first != rank:
-            _leave_world()
             raise ContractError(
                 f"ranks {first} and {rank} have one GPU ({found}); give each rank its own, or share_gpu=True, "
                 "which moves bytes through the host"

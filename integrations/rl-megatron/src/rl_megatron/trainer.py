@@ -12,7 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rl_contract import ContractError, MissingSupport, Profile, launches
+from rl_contract import ContractError, Profile, launches
 from rl_megatron import arguments, checkpoint, checks, te, topology
 from rl_megatron.batch import PackedBatch, micro_batches
 from rl_megatron.config import ModelConfig, ParallelConfig
@@ -100,34 +100,41 @@ class TrainerRank:
         """Check everything, join the world, build and load the model; returns ``report()``.
 
         Raises:
-            ContractError: an unsupported cut, before the world is joined; no checkpoint, an unsupported config, another
-                model's profile, and ranks that differ, in their arguments or in the weight files of their folders (see
-                ``checkpoint.open_hf``), before anything is built; a defective weight file.
+            ContractError: an unsupported cut or an ``init_method`` at which ranks can't meet, before the world is
+                joined; no checkpoint, an unsupported config, another model's profile, and ranks that differ, in their
+                arguments or in the weight files of their folders (see ``checkpoint.open_hf``), before anything is
+                built; a defective weight file.
             MissingSupport: a device that is not there, before the world is joined; ``native_operators="te"`` without
                 TransformerEngine, or recomputation or Megatron's optimizer on a CPU, before anything is built.
 
         What one rank refuses once its cut and device are supported, the others do too: it joins them and says so. A
-        world of one is not joined then.
+        world of one is not joined then. In a process group that was joined before, ranks are told of all that one of
+        them refuses, its cut and device too.
         """
+        joined = topology.ranks() > 1
         operators: Literal["te", "local"] | None = None
         config: ModelConfig | None = None
-        refusal: ContractError | MissingSupport | None = None
+        refusal: Exception | None = None
         try:
             self._hf_config = checkpoint.read_config(self.hf_path)
             operators = self._operators()
             config = ModelConfig.from_hf(self._hf_config)
             config.check_profile(self.profile)
-        except (ContractError, MissingSupport) as error:
-            if self.parallel.world_size == 1:
+            if joined:
+                config.check(self.profile, self.parallel)
+        except Exception as error:
+            if self.parallel.world_size == 1 and not joined:
                 raise
             refusal = error
-        if config is not None and refusal is None:
+        if config is not None and refusal is None and not joined:
             config.check(self.profile, self.parallel)
 
         def agreed() -> None:
             if refusal is not None:
                 raise refusal
 
+        if joined:
+            topology.together(agreed, lambda _: {"call": b"TrainerRank.init"})
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         topology.start(self.rank, self.parallel, self.init_method, device=self.device, share_gpu=self.share_gpu)
