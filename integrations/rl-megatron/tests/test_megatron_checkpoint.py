@@ -1,17 +1,20 @@
 """Hugging Face folders in and out: every defect at once, nothing half-written, the round trip bit for bit."""
 
 import json
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_contract import ContractError
-from rl_megatron import ParallelConfig, TrainerRank, build_model, load_hf, save_hf
-from rl_megatron.checkpoint import HfTensors, export_hf, load_tensors
+from rl_megatron import ParallelConfig, TrainerRank, build_model, checkpoint, load_hf, save_hf
+from rl_megatron.checkpoint import HfTensors, export_hf, load_tensors, read_config
 
 MODELS = [("Qwen3ForCausalLM", False), ("LlamaForCausalLM", True)]
 
@@ -160,3 +163,181 @@ def test_a_file_that_is_cut_short_or_is_none_is_refused_with_the_others(tiny: An
         ContractError, match=r"a\.safetensors can't be read \(.*; b\.safetensors can't be read \(.*; give"
     ):
         HfTensors(tmp_path)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (b"{}", r"weight_map=None, supported: a mapping of tensors to files"),
+        (b"null", "it holds None, supported: a mapping"),
+        (b"[1]", r"it holds \[1\], supported: a mapping"),
+        (b'{"weight_map": {"a": "model.sa', "Unterminated string"),
+        (b"", "Expecting value"),
+        (b'{"weight_map": []}', r"weight_map=\[\], supported: a mapping"),
+        (b'{"weight_map": {}}', "weight_map lists no tensor"),
+        (b'{"weight_map": {"x": 7}}', r"weight_map has {'x': 7}, supported: names of files"),
+        (b'{"weight_map": {"x": ""}}', r"weight_map has {'x': ''}"),
+        (b'{"weight_map": {"x": ["model.safetensors"]}}', r"weight_map has {'x': \['model.safetensors'\]}"),
+        (b"\xff\xfe\x00", "'utf-8' codec can't decode"),
+        (b"[" * 100_000, "nested too deep"),
+    ],
+)
+def test_an_index_that_is_none_is_refused_by_name(tiny: Any, tmp_path: Path, written: bytes, words: str) -> None:
+    config = tiny.tiny_config()
+    tiny.write_folder(tmp_path, config, {"x": torch.ones(2)})
+    (tmp_path / INDEX).write_bytes(written)
+    said = re.escape(f"checkpoint {tmp_path}: {INDEX} can't be read (")
+    with pytest.raises(ContractError, match=rf"{said}.*{words}.*; give a complete Hugging Face folder"):
+        HfTensors(tmp_path)
+
+
+def test_an_index_that_is_no_file_or_names_another_file_is_refused(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.tiny_config()
+    tiny.write_folder(tmp_path, config, {"x": torch.ones(2), "y": torch.ones(2)})
+    save_file({"z": torch.ones(2)}, tmp_path / "b.safetensors")
+    (tmp_path / INDEX).symlink_to(tmp_path / "blob")
+    with pytest.raises(ContractError, match=r"index\.json can't be read \(.*No such file"):
+        HfTensors(tmp_path)
+    (tmp_path / INDEX).unlink()
+    listed = {"x": "model.safetensors", "y": "b.safetensors", "z": "b.safetensors", "\0": "a\0b"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(ContractError) as error:
+        HfTensors(tmp_path)
+    assert f"{INDEX} lists y in b.safetensors, it is in model.safetensors" in str(error.value)
+    assert "a\0b is not there" in str(error.value)
+    (tmp_path / INDEX).unlink()
+    (tmp_path / INDEX).mkdir()
+    with pytest.raises(ContractError, match=r"index\.json can't be read \(.*Is a directory"):
+        HfTensors(tmp_path)
+    for wrong, words in (
+        (tmp_path / "none", "none' is no folder; give a complete"),
+        ("a" * 5000, "is no folder; give a complete"),
+        ("a\0b", r"HfTensors: path='a\\x00b', supported: a path"),
+        (tmp_path / "model.safetensors", "is no folder"),
+        (None, "HfTensors: path=None, supported: a path"),
+        ("", "HfTensors: path='', supported: a path"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            HfTensors(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (b"\xff\xfe\x00", "'utf-8' codec can't decode"),
+        (b'{"hidden', "Unterminated string"),
+        (b"", "Expecting value"),
+        (b"null", "it holds None, supported: a mapping"),
+        (b"[]", r"it holds \[\], supported: a mapping"),
+        (b"[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_config_that_is_none_is_refused_by_name(tmp_path: Path, written: bytes, words: str) -> None:
+    (tmp_path / "config.json").write_bytes(written)
+    said = re.escape(f"{tmp_path}/config.json can't be read (")
+    with pytest.raises(ContractError, match=rf"{said}.*{words}.*; give a Hugging Face folder"):
+        read_config(tmp_path)
+    for wrong in (None, "", 3, "a\0b"):
+        with pytest.raises(ContractError, match=r"read_config: path=.*, supported: a path"):
+            read_config(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match=r"config\.json can't be read \(.*File name too long"):
+        read_config("a" * 5000)
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_refused_by_name(tiny: Any, tmp_path: Path) -> None:
+    config = tiny.tiny_config()
+    file = Path(tiny.write_folder(tmp_path, config, {"x": torch.ones(2)})) / "model.safetensors"
+    tensors = HfTensors(tmp_path)
+    assert torch.equal(tensors["x"], torch.ones(2))
+    whole = file.read_bytes()
+    for change in (lambda: file.write_bytes(whole[:-1]), lambda: file.write_bytes(b"none"), file.unlink):
+        change()
+        with pytest.raises(ContractError, match=r"model\.safetensors can't be read any more \("):
+            tensors["x"]
+    with pytest.raises(ContractError, match=r"model\.safetensors can't be read any more \("):
+        tensors.fingerprints()
+
+
+def test_a_save_that_can_not_be_is_refused_by_name_and_leaves_no_weights(
+    one_rank: None, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _, model = tiny.tiny_model("Qwen3ForCausalLM", False)
+    for wrong, words in (
+        ("/proc/self", r"/proc/self cannot be written to \(.*; give a folder that can"),
+        ("a\0b", r"save_hf: path='a\\x00b', supported: a path"),
+        ("a" * 5000, r"File name too long.*; give a folder"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            save_hf(model, wrong, config)
+    for odd, words in (
+        (None, "hf_config=None, supported: a mapping"),
+        ([], r"hf_config=\[\], supported: a mapping"),
+        ({"dtype": torch.bfloat16}, "hf_config is no JSON"),
+        ({(1, 2): 3}, "hf_config is no JSON"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            save_hf(model, tmp_path / "never", odd)  # type: ignore[arg-type]
+    assert not (tmp_path / "never").exists()
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("of the caller")
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", full)
+        with pytest.raises(ContractError, match=r"out cannot be written to \(No space left on device\)"):
+            save_hf(model, tmp_path / "out", config)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "of the caller"
+    (tmp_path / "out" / INDEX).touch()
+    with pytest.raises(ContractError, match=rf"already holds weights \({INDEX}\); give an empty"):
+        save_hf(model, tmp_path / "out", config)
+
+
+def test_a_killed_save_says_what_it_is_and_may_be_made_again(
+    one_rank: None, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors, model = tiny.tiny_model("Qwen3ForCausalLM", False)
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        os._exit(9)
+
+    for name, spoiled in (("weights", "save_file"), ("config", "write_text"), ("first", "replace")):
+        folder = tmp_path / name
+        child = os.fork()
+        if child == 0:
+            # as a signal would, before anything is tidied up
+            held = checkpoint if spoiled == "save_file" else Path
+            monkeypatch.setattr(held, spoiled, killed)
+            with suppress(BaseException):
+                save_hf(model, folder, config)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert [file.name for file in folder.iterdir()] == ["save.partial"]
+        with pytest.raises(ContractError, match=r"no \*\.safetensors file \(save\.partial is what a save"):
+            HfTensors(folder)
+        save_hf(model, folder, config)
+        assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+        assert same(load_file(folder / "model.safetensors"), tensors)
+    # between the two: a config, and weights that have not appeared
+    folder = tmp_path / "second"
+    child = os.fork()
+    if child == 0:
+        replace = Path.replace
+
+        def second(self: Path, target: Path) -> Path:
+            return replace(self, target) if self.name == "config.json" else os._exit(9)
+
+        monkeypatch.setattr(Path, "replace", second)
+        with suppress(BaseException):
+            save_hf(model, folder, config)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "save.partial"]
+    assert read_config(folder) == config
+    save_hf(model, folder, config)
+    assert same(load_file(folder / "model.safetensors"), tensors)

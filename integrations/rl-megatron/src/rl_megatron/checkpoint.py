@@ -1,6 +1,8 @@
 """Hugging Face checkpoints in and out, at any TP size; every defect is listed before a weight is written."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,69 +24,121 @@ from vime_sync.shape import ModelShape
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+# a folder inside the one that is written, so that what a killed save leaves says what it is
+_PARTIAL = "save.partial"
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """``config.json`` of a Hugging Face folder.
 
     Raises:
-        ContractError: the folder or the file is not there, or is not JSON.
+        ContractError: no path, the folder or the file is not there, or is not JSON of one mapping.
     """
+    if problem := folder_problem("path", path):
+        raise ContractError(f"read_config: {problem}")
     file = Path(path) / "config.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        return _read_mapping(file)
+    except (OSError, ValueError) as error:
         raise ContractError(
             f"{file} can't be read ({error}); give a Hugging Face folder with config.json and *.safetensors"
         ) from error
+
+
+def _read_mapping(file: Path) -> dict[str, Any]:
+    """The JSON of a file; OSError or ValueError for every defect."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {found!r:.80}, supported: a mapping")
+    return found
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """Name of a weight file by name of a tensor; OSError or ValueError for every defect."""
+    listed = _read_mapping(file).get("weight_map")
+    if not isinstance(listed, dict):
+        raise ValueError(f"weight_map={listed!r:.80}, supported: a mapping of tensors to files")
+    if not listed:
+        raise ValueError("weight_map lists no tensor")
+    wrong = {name: held for name, held in listed.items() if not (isinstance(held, str) and held)}
+    if wrong:
+        raise ValueError(f"weight_map has {wrong!r:.200}, supported: names of files")
+    return listed
 
 
 class HfTensors(Mapping[str, Tensor]):
     """The tensors of a Hugging Face folder by name, read when asked.
 
     Raises:
-        ContractError: no safetensors file, one that is cut short or is none, an index that names a missing file or
-            tensor, a tensor that is in two files.
+        ContractError: no path, no safetensors file, one that is cut short or is none, an index that can't be read or
+            names a missing file, a missing tensor or another file of it, a tensor that is in two files; as a tensor is
+            read, a file that is no longer what it was.
     """
 
     def __init__(self, path: str | Path) -> None:
+        if problem := folder_problem("path", path):
+            raise ContractError(f"HfTensors: {problem}")
         folder = Path(path)
         index = folder / _INDEX
-        listed: dict[str, str] | None = None
-        if index.is_file():
-            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted(set(listed.values()))
-        else:
-            files = sorted(f.name for f in folder.glob("*.safetensors"))
-        problems = [f"{name} is not there" for name in files if not (folder / name).is_file()]
+        listed: dict[str, str] = {}
+        try:
+            # a link to nothing is an index that can't be read
+            if os.path.lexists(index):
+                listed = _read_index(index)
+        except (OSError, ValueError) as error:
+            raise ContractError(
+                f"checkpoint {folder}: {_INDEX} can't be read ({error}); give a complete Hugging Face folder"
+            ) from error
+        if not os.path.isdir(folder):
+            raise ContractError(f"checkpoint {str(folder)!r} is no folder; give a complete Hugging Face folder")
+        files = sorted(set(listed.values())) or sorted(f.name for f in folder.glob("*.safetensors"))
+        problems = [f"{name} is not there" for name in files if not os.path.isfile(folder / name)]
         if not files:
-            problems.append("no *.safetensors file")
+            killed = os.path.lexists(folder / _PARTIAL)
+            left = f" ({_PARTIAL} is what a save that was killed has left)" if killed else ""
+            problems.append(f"no *.safetensors file{left}")
         self._files: dict[str, Path] = {}
-        found = {name: folder / name for name in files if (folder / name).is_file()}
+        found = {name: folder / name for name in files if os.path.isfile(folder / name)}
         for name, file in found.items():
             try:
                 with safe_open(file, framework="pt") as handle:
                     keys = list(handle.keys())
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 problems.append(f"{name} can't be read ({error})")
                 continue
             for key in keys:
                 if key in self._files:
                     problems.append(f"{key} is in {self._files[key].name} and in {name}")
                 self._files[key] = file
-        if listed is not None:
-            problems += [f"{_INDEX} lists {key}, no file has it" for key in listed if key not in self._files]
+        for key, name in listed.items():
+            if key not in self._files:
+                problems.append(f"{_INDEX} lists {key}, no file has it")
+            elif self._files[key] != folder / name:
+                problems.append(f"{_INDEX} lists {key} in {name}, it is in {self._files[key].name}")
         if problems:
             raise ContractError(f"checkpoint {folder}: {'; '.join(problems)}; give a complete Hugging Face folder")
         self._found = found
 
     def fingerprints(self) -> dict[str, str]:
         """``fingerprint`` of each weight file, by its name in the folder."""
-        return {name: fingerprint(file) for name, file in self._found.items()}
+        found = {}
+        for name, file in self._found.items():
+            try:
+                found[name] = fingerprint(file)
+            except (OSError, ValueError, KeyError) as error:
+                raise _changed(file, error) from error
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as handle:
-            return handle.get_tensor(name)
+        try:
+            with safe_open(self._files[name], framework="pt") as handle:
+                return handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _changed(self._files[name], error) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -94,6 +148,12 @@ class HfTensors(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
+
+
+def _changed(file: Path, error: Exception) -> ContractError:
+    return ContractError(
+        f"{file} can't be read any more ({error}); leave a checkpoint alone while it is loaded, and load it again"
+    )
 
 
 def open_hf(path: str | Path) -> HfTensors:
@@ -194,19 +254,33 @@ def export_hf(model: GPTModel) -> dict[str, Tensor] | None:
 def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> None:
     """Write ``config.json`` and ``model.safetensors``; every rank must call it, the first one writes, all wait for it.
 
+    Both are written into ``save.partial`` in the folder; then the config and last the weights take their places, each
+    as a whole. A save that fails leaves no weights, one that is killed leaves none beside ``save.partial``; both may be
+    made again.
+
     Raises:
-        ContractError: no path, the folder already holds weights or cannot be written to; on every rank if on one.
+        ContractError: no path, the folder already holds weights or their index or cannot be written to, a config that
+            is no JSON; on every rank if on one.
     """
 
-    def prepare() -> Path:
+    def prepare() -> tuple[Path, str]:
         if problem := folder_problem("path", path):
             raise ContractError(f"save_hf: {problem}")
-        if list(Path(path).glob("*.safetensors")):
-            raise ContractError(f"{path} already holds weights; give an empty or new folder")
-        return Path(path)
+        try:
+            held = [*Path(path).glob("*.safetensors"), *Path(path).glob(_INDEX)]
+        except OSError as error:
+            raise ContractError(f"{path} can't be read ({error}); give a folder that can be written to") from error
+        if held:
+            raise ContractError(f"{path} already holds weights ({held[0].name}); give an empty or new folder")
+        if not isinstance(hf_config, Mapping):
+            raise ContractError(f"save_hf: hf_config={hf_config!r:.80}, supported: a mapping, what config.json holds")
+        try:
+            return Path(path), json.dumps(dict(hf_config), indent=1)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ContractError(f"save_hf: hf_config is no JSON ({error}); give what config.json holds") from error
 
     # every rank looks before the first one writes
-    folder = topology.together(prepare)
+    folder, config = topology.together(prepare)
     tensors = export_hf(model)
 
     def write() -> None:
@@ -216,12 +290,29 @@ def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> 
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ContractError(f"{folder} cannot be made ({error}); give a folder that can be written to") from error
-        partial = folder / "model.safetensors.partial"
-        save_file(tensors, partial, metadata={"format": "pt"})
-        partial.rename(folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(dict(hf_config), indent=1), encoding="utf-8")
+        try:
+            _write_folder(folder, tensors, config)
+        except (OSError, SafetensorError) as error:
+            raise ContractError(
+                f"{folder} cannot be written to ({error}); give a folder that can, with room for the weights"
+            ) from error
 
     topology.together(write)
+
+
+def _write_folder(folder: Path, tensors: Mapping[str, Tensor], config: str) -> None:
+    partial = folder / _PARTIAL
+    # of a save that was killed
+    if partial.is_dir():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    try:
+        save_file(dict(tensors), partial / _WEIGHTS, metadata={"format": "pt"})
+        (partial / "config.json").write_text(config, encoding="utf-8")
+        (partial / "config.json").replace(folder / "config.json")
+        (partial / _WEIGHTS).replace(folder / _WEIGHTS)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def model_shape(model: GPTModel) -> ModelShape:

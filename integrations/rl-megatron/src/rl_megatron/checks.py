@@ -1,5 +1,6 @@
 """What callers may hand to a trainer: numbers, sequences of them and objects of a class; what is wrong, in words."""
 
+import os
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -83,7 +84,8 @@ def numbers_problem(name: str, values: Any) -> str | None:
 
 def folder_problem(name: str, value: object) -> str | None:
     """What is wrong with a path."""
+    path = os.fspath(value) if hasattr(value, "__fspath__") else value
     # a path of the standard library is never empty
-    if isinstance(value, str) and value:
+    if isinstance(path, str) and path and "\0" not in path:
         return None
-    return None if hasattr(value, "__fspath__") else f"{name}={value!r:.80}, supported: a path"
+    return f"{name}={value!r:.80}, supported: a path"
