@@ -87,7 +87,7 @@ def test_the_plain_calls_pass():
         ({"softcap": np.array([1.0, 2.0])}, "softcap=array"),
         ({"family": np.array(["segments", "nosplit"])}, "family=array"),
         ({"segment": 2**40}, "segment=1099511627776"),
-        ({"q": torch.zeros(6, 4, 16).to_sparse()}, "layout torch.sparse_coo"),
+        ({"q": torch.zeros(6, 4, 16).to_sparse()}, "q as torch.sparse_coo; supported: torch.strided"),
         ({"q": torch.nested.nested_tensor([torch.zeros(6, 16)], layout=torch.jagged)}, "nested tensor"),
         (
             {"cu_seqlens_q": torch.tensor([0, 6], device="meta")},

@@ -22,7 +22,7 @@ from rl_attn import (
     rope_table,
     rotary,
 )
-from rl_attn.calls import Values
+from rl_attn.calls import Values, looks
 from rl_contract import ContractError
 
 Q, K = torch.zeros(8, 4, 32), torch.zeros(8, 2, 32)
@@ -59,6 +59,19 @@ def _paged(**more):
 
 def _on_device(cu, positions=None):
     return metadata.on_device("test", Q, K, cu, cu, positions)
+
+
+def test_kept_checks_tell_memory_that_was_given_back_and_refuse_what_has_no_shape():
+    x = Q.clone()
+    right = looks(Q, x)
+    x.untyped_storage().resize_(0)
+    assert looks(Q, Q.clone()) == right != looks(Q, x)
+    for odd in (torch.nested.nested_tensor([K, K]), Q.to_sparse()):
+        with pytest.raises(ContractError, match=r"rl_attn got tensor 1 as .*(nested|sparse).*; supported: "):
+            looks(Q, odd)
+    seen = []
+    torch.func.vmap(lambda y: seen.append(looks(y)) or y)(Q)
+    assert seen == [(Q.shape[1:], Q.dtype, Q.device, Q.layout)]
 
 
 def test_starts_on_the_host_that_anybody_writes_to_are_looked_at_again():

@@ -5,9 +5,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rl_contract import ContractError, memory
-from rl_contract.checks import require_tensor, whole_number
+from rl_contract.checks import given_back, require_tensor, tensor_problem, whole_number
 
 DIMS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=3)
 
@@ -65,6 +67,55 @@ def test_what_is_no_dense_tensor_is_refused_by_name(given):
         match=r"f got x as (NoneType|list|ndarray|torch\.sparse_coo).*; supported: .*(make one|x\.to_dense)",
     ):
         require_tensor("f", "x", given)
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("kind", [torch.Tensor.detach, torch.nn.Parameter, torch.nn.Buffer])
+def test_what_was_given_back_is_refused_and_what_has_no_elements_is_not(kind, offset):
+    whole = torch.ones(8)
+    x = kind(whole[offset:])
+    require_tensor("f", "x", x)
+    require_tensor("f", "x", kind(torch.ones(0, 3)))
+    whole.untyped_storage().resize_(0)
+    assert given_back(x)
+    with pytest.raises(ContractError, match=r"f got x as a tensor whose memory was given back; supported: one that"):
+        require_tensor("f", "x", x)
+    # as the trainer gathers it again
+    whole.untyped_storage().resize_(32)
+    require_tensor("f", "x", x)
+
+
+def asked(x):
+    require_tensor("f", "x", x)
+    assert tensor_problem("x", x) is None
+    return x + 1
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_what_traces_sees_no_look_at_memory(mode):
+    x = torch.arange(6.0).view(2, 3)
+    compiled = torch.compile(asked, fullgraph=True, backend="eager", dynamic=mode == "symbolic")
+    for y in (x, torch.nn.Parameter(x), torch.ones(5, 4)):
+        assert torch.equal(compiled(y), y + 1)
+    graph = make_fx(asked, tracing_mode=mode)(x)
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.aten.add.Tensor]
+    assert torch.equal(graph(x), x + 1)
+
+
+def test_what_stands_for_a_tensor_need_have_no_memory():
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.func.grad(lambda y: asked(y).sum())(x), x)
+    assert torch.equal(torch.func.functionalize(asked)(x), x + 1)
+    for transform in (torch.func.vmap(asked), torch.func.vmap(torch.func.jacrev(asked))):
+        transform(x)
+    torch.func.jvp(asked, (x,), (x,))
+    with FakeTensorMode() as mode:
+        asked(mode.from_tensor(x))
+        asked(torch.ones(3))
+    asked(torch.ones(3, device="meta"))
+    module = torch.nn.Module()
+    module.forward = asked
+    assert torch.equal(torch.export.export(module, (x,)).module()(x), x + 1)
 
 
 def test_whole_numbers_are_integers_alone():

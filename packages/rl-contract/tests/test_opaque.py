@@ -49,6 +49,19 @@ def _backward(ctx, dy):
 squared.register_autograd(_backward, setup_context=_context)
 
 
+def test_a_kernel_of_the_host_is_never_given_memory_that_was_given_back():
+    x, bias = torch.ones(3), torch.ones(3)
+    compiled = torch.compile(lambda x, bias: scaled(x, bias) + 1, fullgraph=True, backend="aot_eager")
+    assert compiled(x, bias).tolist() == [4, 4, 4]
+    bias.untyped_storage().resize_(0)
+    for call in (scaled, compiled, torch.func.vmap(scaled, in_dims=(0, None))):
+        with pytest.raises(ContractError, match=r"rl_contract_test::scaled got bias as .* was given back; supported: "):
+            call(x[None] if call not in (scaled, compiled) else x, bias)
+    assert scaled(torch.ones(0), None).tolist() == []
+    with pytest.raises(ContractError, match="got total as a tensor whose memory was given back"):
+        grow(bias, x)
+
+
 def test_keeps_the_rules_of_operators():
     x = torch.randn(5, 3)
     torch.library.opcheck(scaled.overload, (x, x, 3.0))

@@ -66,7 +66,7 @@ def rotary(
         if key in right:
             return eager.rotary(q, k, positions, cos, sin)
     require_kind("rotary", "table", table, RopeTable, "build it with rope_table")
-    require_device("rotary", q, k, positions)
+    require_device("rotary", q=q, k=k, positions=positions)
     require_dtype("rotary", q=q, k=k)
     if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ContractError(f"rotary got q {tuple(q.shape)}, k {tuple(k.shape)}; supported: [T, Hq, D] and [T, Hkv, D]")
@@ -255,7 +255,7 @@ def _check_paged(
     where: str, q: torch.Tensor, cache: PagedKV, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     block_table: torch.Tensor, max_query_len: int | None, min_query_len: int,
 ) -> None:  # fmt: skip
-    require_device(where, q, cache.k, block_table)
+    require_device(where, q=q, block_table=block_table, **{"cache.k": cache.k, "cache.v": cache.v})
     require_dtype(where, q=q, cache=cache.k)
     if q.dim() != 3 or q.shape[2] != cache.head_dim:
         raise ContractError(
@@ -331,7 +331,7 @@ def _check_write(
     where: str, cache: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:  # fmt: skip
     require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
-    require_device(where, cache.k, k, v, slot_mapping)
+    require_device(where, k=k, v=v, slot_mapping=slot_mapping, **{"cache.k": cache.k, "cache.v": cache.v})
     require_dtype(where, k=k, v=v, cache=cache.k)
     require_indices(where, slot_mapping=slot_mapping)
     expected = (slot_mapping.numel(), cache.num_kv_heads, cache.head_dim)

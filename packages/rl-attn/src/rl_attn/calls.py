@@ -10,6 +10,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from rl_contract.checks import require_tensor
+
 T = TypeVar("T")
 
 
@@ -26,10 +28,21 @@ right: dict[Any, None] = {}
 
 
 def looks(*tensors: Tensor) -> tuple[Any, ...]:
-    """Of each: what the checks of a public function look at."""
+    """Of each: what the checks of a public function look at, whether its memory is there among it.
+
+    Raises:
+        ContractError: a nested tensor, which has no shape, or a sparse one.
+    """
     found: list[Any] = []
-    for x in tensors:
-        found += (x.shape, x.dtype, x.device, x.layout)
+    try:
+        for x in tensors:
+            # what has a storage is dense or nested
+            found += (x.shape, x.dtype, x.device, x.untyped_storage().nbytes() > 0)
+    except RuntimeError:
+        for n, x in enumerate(tensors):
+            require_tensor("rl_attn", f"tensor {n}", x)
+        # in a transform of torch.func
+        return tuple(part for x in tensors for part in (x.shape, x.dtype, x.device, x.layout))
     return tuple(found)
 
 

@@ -15,17 +15,11 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
 
 
-def require_device(where: str, *tensors: torch.Tensor) -> None:
-    """All on one device, and that device has kernels."""
-    for x in tensors:
-        if not isinstance(x, torch.Tensor):
-            raise ContractError(f"{where} got {type(x).__name__} {str(x)[:40]!r} in place of a tensor; pass a tensor")
-        if x.layout != torch.strided or x.is_nested:
-            kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
-            raise ContractError(
-                f"{where} got a {kind}; supported: dense ones, of layout torch.strided, convert it first"
-            )
-    devices = {x.device for x in tensors}
+def require_device(where: str, **tensors: torch.Tensor) -> None:
+    """Dense tensors that hold values, all on one device, and that device has kernels."""
+    for name, x in tensors.items():
+        require_tensor(where, name, x)
+    devices = {x.device for x in tensors.values()}
     if len(devices) != 1:
         raise ContractError(f"{where} got tensors on {sorted(map(str, devices))}; all must be on one device")
     device = next(iter(devices)).type
@@ -150,7 +144,7 @@ def check_call(
 ) -> None:
     """Refuse what the contract does not cover in tensors, tiles and variants of a packed call."""
     refuse_variants(where, variants)
-    require_device(where, q, k, v)
+    require_device(where, q=q, k=k, v=v)
     require_dtype(where, q=q, k=k, v=v)
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ContractError(

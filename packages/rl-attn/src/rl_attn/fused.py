@@ -118,7 +118,8 @@ def _check(
 ) -> None:  # fmt: skip
     require_kind(where, "table", table, RopeTable, "build it with rope_table")
     require_kind(where, "cache", cache, PagedKV, "view the engine's cache with PagedKV(k, v)")
-    require_device(where, q, k, v, positions, cache.k, slot_mapping)
+    pages = {"cache.k": cache.k, "cache.v": cache.v}
+    require_device(where, q=q, k=k, v=v, positions=positions, slot_mapping=slot_mapping, **pages)
     require_dtype(where, q=q, k=k, v=v, cache=cache.k)
     require_indices(where, positions=positions, slot_mapping=slot_mapping)
     tokens = q.shape[0] if q.dim() else 0

@@ -27,6 +27,8 @@ class PagedKV:
         k, v = self.k, self.v
         if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
             raise ContractError(f"PagedKV got {type(k).__name__} and {type(v).__name__}; supported: two tensors")
+        require_tensor("PagedKV", "k", k)
+        require_tensor("PagedKV", "v", v)
         if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
             raise ContractError(
                 f"PagedKV got k {tuple(k.shape)} {k.dtype} {k.device} and v {tuple(v.shape)} {v.dtype} {v.device}; "

@@ -75,18 +75,7 @@ def unmovable(call: Call, x: torch.Tensor) -> Exception | None:
         return ContractError(f"{call.op} got {x.dtype} in {x.dim()} dimensions, supported: {DTYPES}, up to {MAX_DIMS}")
     if call.device not in DEVICES:
         return MissingSupport(f"{call.op} got a tensor on {call.device}, supported: {DEVICES}; move it to one of these")
-    if _given_back(x):
-        return ContractError(
-            f"{call.op} got a tensor whose memory was given back, supported: one that holds its values"
-        )
     return None
-
-
-def _given_back(x: torch.Tensor) -> bool:
-    """As sharded trainers do with weights that others are to gather again."""
-    if torch.compiler.is_compiling() or _traced() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    return x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def unreadable(op: str, x: Any) -> Exception | None:

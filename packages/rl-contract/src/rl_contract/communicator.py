@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch._guards import detect_fake_mode
 
-from rl_contract.checks import dtype_problem
+from rl_contract import checks
 from rl_contract.errors import ContractError
 
 
@@ -91,12 +91,13 @@ OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tensor_problem(op: str, x: object) -> ContractError | None:
-    """The refusal of an argument that is no dense tensor."""
+    """The refusal of an argument that is no dense tensor, or holds no values."""
+    if (problem := checks.tensor_problem("it", x)) is None:
+        return None
     given = f"a {type(x).__name__}"
     if isinstance(x, torch.Tensor):
-        # a nested tensor may be of the strided layout, and has no shape
         if x.layout == torch.strided and not x.is_nested:
-            return None
+            return ContractError(f"{op} got {problem}")
         given = f"a {'nested ' if x.is_nested else ''}tensor of layout {x.layout}"
     return ContractError(f"{op} got {given}, supported: a dense torch.Tensor; convert it first")
 
@@ -119,7 +120,7 @@ def sum_problem(op: str, partial: torch.Tensor, out_dtype: torch.dtype | None) -
             f"{op} got a partial of {partial.dtype}, supported: torch.float32; "
             "keep the partial sum in fp32, the result is rounded once to out_dtype"
         )
-    if out_dtype is not None and (said := dtype_problem("out_dtype", out_dtype, OUT_DTYPES)):
+    if out_dtype is not None and (said := checks.dtype_problem("out_dtype", out_dtype, OUT_DTYPES)):
         return ContractError(f"{op} got {said}")
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rl_contract.checks import tensor_problem
 from rl_contract.errors import ContractError
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -81,14 +82,11 @@ def compare(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) 
     Raises:
         ContractError: shapes, dtypes or mask do not match, or a type or layout that has no bits to compare.
     """
-    for x in (a, b, *([] if mask is None else [mask])):
-        if (
-            not isinstance(x, torch.Tensor)
-            or x.layout != torch.strided
-            or x.dtype not in (*_FLOATS, *_INTEGERS)
-            or x.is_meta
-        ):
-            given = f"{x.dtype} {x.layout} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)[:40]
+    for name, x in (("a", a), ("b", b), *([] if mask is None else [("mask", mask)])):
+        if problem := tensor_problem(name, x):
+            raise ContractError(f"compare got {name} as {problem}")
+        if x.dtype not in (*_FLOATS, *_INTEGERS) or x.is_meta:
+            given = f"{name} as {x.dtype} on {x.device}"
             raise ContractError(
                 f"compare got {given}; supported: dense tensors with bytes, of {(*_FLOATS, *_INTEGERS)}; "
                 "compare complex numbers as torch.view_as_real gives them"

@@ -2,6 +2,7 @@
 
 import torch
 
+from rl_contract.checks import tensor_problem
 from rl_contract.errors import ContractError
 from rl_contract.memory import distinct
 
@@ -24,19 +25,18 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     """``weight.main_grad``, or None where it is absent or None.
 
     Raises:
-        ContractError: it is not an fp32 tensor of weight's shape on weight's device, or elements of it share memory.
+        ContractError: it is not an fp32 tensor of weight's shape on weight's device, elements of it share memory, or
+            its memory was given back.
     """
     found = getattr(weight, "main_grad", None)
     if found is None:
         return None
-    if not isinstance(found, torch.Tensor):
-        given = type(found).__name__
+    if problem := tensor_problem("main_grad", found):
+        given = problem.partition(";")[0]
     elif found.dtype != torch.float32 or found.shape != weight.shape or found.device != weight.device:
         given = f"{found.dtype} {tuple(found.shape)} on {found.device}"
-    elif found.layout != torch.strided or not (found.is_contiguous() or distinct(zip(found.shape, found.stride()))):
-        given = str(found.layout)
-        if found.layout == torch.strided:
-            given = f"a view with strides {found.stride()}, in which elements share memory"
+    elif not (found.is_contiguous() or distinct(zip(found.shape, found.stride()))):
+        given = f"a view with strides {found.stride()}, in which elements share memory"
     else:
         return found
     raise ContractError(

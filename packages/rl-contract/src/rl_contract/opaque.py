@@ -13,6 +13,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 
+from rl_contract.checks import given_back
 from rl_contract.errors import ContractError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -45,7 +46,9 @@ class OpaqueOp:
         name: ``"namespace::name"``.
         function: its kernel for ``device_type``; the annotations make the schema.
         mutates_args: names of the tensors that it writes; it may not return them or views of them.
-        device_type: ``"cpu"``, ``"cuda"``, or None for a kernel of every device.
+        device_type: ``"cpu"``, ``"cuda"``, or None for a kernel of every device. One of ``"cpu"`` is never given a
+            tensor whose memory was given back: that is refused, from a compiled graph and in a backward, too. On a GPU,
+            whose launches are to cost no more, callers look themselves.
 
     Attributes:
         overload: the dispatcher's operator, for ``torch.library.opcheck`` and callers that keep it.
@@ -89,6 +92,7 @@ class OpaqueOp:
             ) from error
         self.overload = getattr(getattr(torch.ops, namespace), short).default
         self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self._names = [argument.name for argument in arguments]
         self._written = [i for i, argument in enumerate(arguments) if argument.name in mutates_args]
         self._differentiable = False
         self.register_kernel(device_type)(function)
@@ -100,7 +104,8 @@ class OpaqueOp:
         _check_kind(self.name, device_type)
 
         def register(function: _Function) -> _Function:
-            self._library.impl(self.name.split("::")[1], self._guarded(function), _DISPATCH_KEYS[device_type])
+            guarded = self._guarded(function, device_type == "cpu")
+            self._library.impl(self.name.split("::")[1], guarded, _DISPATCH_KEYS[device_type])
             return function
 
         return register
@@ -166,10 +171,20 @@ class OpaqueOp:
             return functorch._wrap_for_grad(result, level)
         return tuple(functorch._wrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in result)
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _refuse_given_back(self, arguments: Sequence[Any]) -> None:
+        for i in self._tensors:
+            if i < len(arguments) and arguments[i] is not None and given_back(arguments[i]):
+                raise ContractError(
+                    f"{self.name} got {self._names[i]} as a tensor whose memory was given back; supported: one that "
+                    "holds its values, gather it again first, before a backward, too"
+                )
+
+    def _guarded(self, function: Callable[..., Any], on_cpu: bool) -> Callable[..., Any]:
         tensors, written = self._tensors, self._written
 
         def kernel(*arguments: Any) -> Any:
+            if on_cpu:
+                self._refuse_given_back(arguments)
             if forward_ad._current_level >= 0:
                 self._refuse_tangents()
             if torch.is_grad_enabled():

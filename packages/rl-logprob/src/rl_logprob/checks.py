@@ -57,7 +57,7 @@ def check_logits(logits: Tensor, vocab_size: int) -> None:
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """A dense tensor on a device that has kernels."""
+    """A dense tensor that holds values, on a device that has kernels."""
     if problem := tensor_problem(name, x):
         raise ContractError(f"{name} is {problem}")
     check_device(x)
@@ -94,7 +94,7 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
     """
     gpu = device is not None and device.type == "cuda"
     if isinstance(temperature, Tensor):
-        check_device(temperature)
+        check_tensor("temperature", temperature)
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if temperature.shape != (rows,) or temperature.dtype != torch.float32:
             raise ContractError(

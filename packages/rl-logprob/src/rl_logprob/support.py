@@ -211,7 +211,12 @@ def check_support(
         return
     if not isinstance(support, (SupportKey, SupportIds)):
         raise ContractError(f"support is a {type(support).__name__}; supported: SupportKey, SupportIds")
-    held = support.threshold if isinstance(support, SupportKey) else support.ids
+    held, other = (
+        (support.threshold, support.last_id) if isinstance(support, SupportKey) else (support.ids, support.starts)
+    )
+    if not held.is_cuda:
+        check_tensor("support", held)
+        check_tensor("support", other)
     if len(support) != rows or held.device != device:
         raise ContractError(
             f"support has {len(support)} rows on {held.device}; needs {rows} on {device}; slice it, or use .to()"
@@ -229,6 +234,8 @@ def check_support(
 
 def _short_temperature(temperature: float | Tensor | None, rows: int) -> float | Tensor | None:
     """As a key holds it: a copy on the CPU, one number where all rows have the same."""
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature)
     if temperature is None or (isinstance(temperature, Tensor) and temperature.is_cuda):
         return None
     by_row = isinstance(temperature, Tensor) and temperature.dim() > 0
@@ -300,6 +307,7 @@ def masked_logits(
 def _rows_of(name: str, value: float | Tensor, rows: int, logits: Tensor, dtype: torch.dtype) -> Tensor:
     whole = dtype == torch.int64
     if isinstance(value, Tensor):
+        check_tensor(name, value)
         if value.shape != (rows,) or value.is_floating_point() == whole or value.dtype == torch.bool:
             raise ContractError(
                 f"{name} is {value.dtype} {tuple(value.shape)}; needs {'integers' if whole else 'floats'} [{rows}]"

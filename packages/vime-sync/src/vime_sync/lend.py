@@ -18,6 +18,7 @@ import torch
 from rl_contract import ContractError, MissingSupport
 from vime_sync.digest import WEIGHT_DIGEST, check_algorithm
 from vime_sync.manifest import DTYPES, Manifest, named_pairs
+from vime_sync.raw import bytes_problem
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 # what any vector load needs, and whole words for digests
@@ -203,10 +204,8 @@ def _pairs(
     for name, tensor in named_pairs(named_tensors, "Loan.fill"):
         if name in pairs:
             problems.append(f"{name} is given twice")
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-            problems.append(
-                f"{name} is a {'meta tensor' if isinstance(tensor, torch.Tensor) else type(tensor).__name__}"
-            )
+        if problem := bytes_problem(tensor):
+            problems.append(f"{name} is {problem}")
         pairs[name] = tensor
     if not pairs:
         problems.append("no tensor was given")

@@ -13,7 +13,7 @@ import torch
 from rl_contract import ContractError
 from vime_sync.digest import WEIGHT_DIGEST, check_algorithm, digests
 from vime_sync.files import reading
-from vime_sync.raw import map_tensors
+from vime_sync.raw import bytes_problem, map_tensors
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _EXPONENTS: dict[torch.dtype, tuple[torch.dtype, Any]] = {
@@ -58,8 +58,8 @@ class Manifest:
 
         Raises:
             ContractError: an unknown algorithm, digests that are no text; nothing given, or what is no mapping and no
-                pairs of name and tensor; a name given twice, a type other than bf16 or fp32, or NaN or infinity in a
-                tensor; every such tensor is named.
+                pairs of name and tensor; a name given twice, a type other than bf16 or fp32, a tensor without bytes to
+                read (``raw.flat_bytes``), or NaN or infinity in a tensor; every such tensor is named.
         """
         _check_text(config_digests or {}, base_version)
         problems: list[str] = []
@@ -69,8 +69,8 @@ class Manifest:
             for name, tensor in named_pairs(named_tensors, "Manifest.from_tensors"):
                 if name in seen:
                     problems.append(f"{name} is given twice")
-                elif not isinstance(tensor, torch.Tensor):
-                    problems.append(f"{name} is a {type(tensor).__name__}, supported are tensors")
+                elif problem := bytes_problem(tensor):
+                    problems.append(f"{name} is {problem}")
                 elif tensor.dtype not in DTYPES:
                     problems.append(f"{name} is {tensor.dtype}, supported are {', '.join(DTYPES.values())}")
                 else:

@@ -21,6 +21,7 @@ from rl_contract import ContractError
 from vime_sync.files import DAMAGE, path_of, read_json, reading
 from vime_sync.lend import Loan, check_description
 from vime_sync.manifest import DTYPES, Manifest, check_manifest, described, named_pairs
+from vime_sync.raw import bytes_problem
 from vime_sync.shape import ModelShape
 from vime_sync.version import PolicyVersion, check_version
 from vime_sync.vllm_layout import shard_digests
@@ -45,7 +46,8 @@ def write_weights(
 
     Raises:
         ContractError: the directory exists; the version carries another digest than the manifest; a tensor is missing,
-            extra, or has another type or shape than the manifest says. Nothing is left behind.
+            extra, has no bytes to read (``raw.flat_bytes``), or another type or shape than the manifest says. Nothing
+            is left behind.
     """
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ContractError(f"max_file_bytes={max_file_bytes!r}; supported: a positive integer")
@@ -262,8 +264,8 @@ def _write_files(
         if entry is None or name in files:
             problems.append(f"{name} is {'given twice' if name in files else 'not in the manifest'}")
             continue
-        if not isinstance(tensor, torch.Tensor):
-            problems.append(f"{name} is a {type(tensor).__name__}, the manifest says {entry.dtype} {entry.shape}")
+        if problem := bytes_problem(tensor):
+            problems.append(f"{name} is {problem}; the manifest says {entry.dtype} {entry.shape}")
             continue
         if DTYPES.get(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
             given = f"{tensor.dtype} {tuple(tensor.shape)}"
