@@ -275,3 +275,34 @@ def test_an_option_that_says_nothing_or_is_no_plain_number_is_refused_by_name(op
 def test_a_layout_takes_plain_digits_only(capsys):
     assert cli.main(["doctor", "--train", "tp=٢"]) == 2
     assert "tp must be a positive integer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["out", "model", "prompts"])
+def test_a_null_byte_in_a_path_is_named(option, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", f"--{option}", "a\0b", "--device", "cpu"]) == 2
+    assert f"--{option} 'a\\x00b' holds a null byte, which no path can" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", [["report", "a\0b"], ["compare", "a\0b", "a"], ["compare", "a", "a\0b"], ["run", "--resume", "a\0b"]]
+)
+def test_a_directory_of_a_null_byte_is_named(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert "'a\\x00b' holds a null byte, which no path can" in capsys.readouterr().err
+
+
+def test_a_model_is_written_where_a_string_says_or_the_place_is_named(tmp_path):
+    folder = write_model("tiny-qwen3", f"{tmp_path}/a/b")
+    assert folder == tmp_path / "a" / "b"
+    assert (
+        load_file(folder / "model.safetensors").keys()
+        == load_file(write_model("tiny-qwen3", tmp_path / "c") / "model.safetensors").keys()
+    )
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file", f"{tmp_path}/file/x", "/proc/nope/x", "a\0b"):
+        with pytest.raises(ContractError, match="cannot be made"):
+            write_model("tiny-qwen3", place)

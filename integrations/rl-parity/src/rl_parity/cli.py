@@ -90,6 +90,8 @@ def _filled(text: str) -> str:
 
 
 def _directory(text: str) -> Path:
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} holds a null byte, which no path can; give another directory")
     # the path of nothing would be the working directory
     return Path(_filled(text))
 

@@ -135,7 +135,7 @@ def tensors(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     return {name: t.to(torch.bfloat16).contiguous() for name, t in out.items()}
 
 
-def write_model(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def write_model(name: str, folder: Path | str, *, seed: int = 0, **changes: Any) -> Path:
     """Write a built-in model as a Hugging Face folder: config.json, model.safetensors, tokenizer.json.
 
     Args:
@@ -143,7 +143,7 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pa
         changes: fields of ``ModelSpec`` to replace, for tests.
 
     Raises:
-        ContractError: no built-in model has that name.
+        ContractError: no built-in model has that name, or the folder cannot be made.
     """
     from safetensors.torch import save_file
 
@@ -154,13 +154,21 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pa
         raise ContractError(
             f"no built-in model {name!r}; built in are {[*TINY, *RANDOM]}, or give the path of a checkpoint"
         )
-    spec = replace(found, **changes)
-    folder.mkdir(parents=True, exist_ok=True)
+    spec, folder = replace(found, **changes), Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ContractError(f"{folder} cannot be made ({error}); give a directory that can be") from error
     weights = tensors(spec, seed) if name in TINY else random_tensors(spec, seed)
     # a reader must never find half a model
     partial = folder / "model.safetensors.partial"
     save_file(weights, str(partial), metadata={"format": "pt"})
     partial.rename(folder / "model.safetensors")
+    write_description(spec, folder)
+    return folder
+
+
+def write_description(spec: ModelSpec, folder: Path) -> None:
+    """Write what a built-in model has beside its weights: its tokenizer and ``config.json``."""
     write_tokenizer(folder)
     write_json(folder / "config.json", hf_config(spec))
-    return folder

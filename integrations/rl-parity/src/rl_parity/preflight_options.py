@@ -81,6 +81,8 @@ def options(c: RunConfig) -> Iterator[str]:
     for name in ("model", "out", "prompts"):
         if not getattr(c, name).strip():
             yield f"--{name} {getattr(c, name)!r} is empty; give a path or leave the option out"
+        if "\0" in getattr(c, name):
+            yield f"--{name} {getattr(c, name)!r} holds a null byte, which no path can; give another"
     if c.group < 2:
         yield f"--group {c.group}: GRPO compares samples of one prompt; give at least 2"
     for name in ("lr", "kl", "weight_decay"):
