@@ -180,7 +180,7 @@ def make_older(root: Path) -> None:
     """As a version left the run that bound no files to each other and named no format."""
     for name in ("manifest.json", "summary.json"):
         held = json.loads((root / name).read_text())
-        write_json(root / name, {k: v for k, v in held.items() if k not in ("format", "files_sha256")})
+        write_json(root / name, {k: v for k, v in held.items() if k not in ("format", "files_sha256", "inputs_sha256")})
 
 
 def enter(ledger: StepLedger, record: dict, s: StepSamples) -> None:

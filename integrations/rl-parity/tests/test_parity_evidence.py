@@ -68,7 +68,7 @@ def test_one_sound_sitting_does_not_cover_another(case, sitting, resumed, tmp_pa
 
 
 ALL = {
-    "an entry taken out": (lambda e: e.pop("earlier"), "no entry is of sitting 1 (steps 0-1); in a run of format 2"),
+    "an entry taken out": (lambda e: e.pop("earlier"), "no entry is of sitting 1 (steps 0-1); in a run of format 3"),
     "both of one sitting": (lambda e: e["earlier"][0].update(sitting=1), "of sitting 2, as another one does"),
     "all said to be silent": (
         lambda e: e.update(train={}, rollout={}, missing=["trainer-0: gone", "engine-0: gone"]),

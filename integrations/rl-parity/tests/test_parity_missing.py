@@ -97,6 +97,21 @@ CASES = {
     "weights torn": (MODEL, lambda p: p.write_bytes(p.read_bytes()[:-30]), "compare report resume"),
     "config of nothing": ("model/config.json", lambda p: p.write_text("{}"), "compare report resume"),
     "config not UTF-8": ("model/config.json", lambda p: p.write_bytes(b"\xff"), "compare report resume"),
+    "config missing": ("model/config.json", lambda p: p.unlink(), "compare report resume"),
+    "tokenizer config missing": ("model/tokenizer_config.json", lambda p: p.unlink(), "compare report resume"),
+    "tokenizer config empty": ("model/tokenizer_config.json", lambda p: p.write_text(""), "compare report resume"),
+    "tokenizer config garbled": (
+        "model/tokenizer_config.json",
+        lambda p: p.write_bytes(b"\xff{"),
+        "compare report resume",
+    ),
+    "tokenizer config of nothing": (
+        "model/tokenizer_config.json",
+        lambda p: p.write_text("{}"),
+        "compare report resume",
+    ),
+    "tokenizer of nothing": ("model/tokenizer.json", lambda p: p.write_text("{}"), "compare report resume"),
+    "a file more": ("model/generation_config.json", lambda p: p.write_text("{}"), "compare report resume"),
     "tokenizer missing": ("model/tokenizer.json", lambda p: p.unlink(), "compare report resume"),
     "state damaged": ("strict/state/step-00002/rank-000.safetensors", flip, "resume"),
     "state missing": ("strict/state/step-00002/rank-000.safetensors", lambda p: p.unlink(), "resume"),
@@ -164,6 +179,37 @@ def test_a_killed_run_whose_last_record_is_torn_has_a_report_of_those_before(tmp
     assert "<h1>The run has not ended</h1>" in page if whole else "<h1>Nothing was compared</h1>" in page
     assert [record["step"] for record in run.recorded("strict", run.manifest())] == list(range(whole))
     assert cli.main(["compare", str(run.root), str(run.root)]) == 0
+
+
+@pytest.mark.parametrize("left", ["empty", "gone", "torn"])
+@pytest.mark.parametrize("lost", ["nothing more", "ledger", "samples", "half of the ledger"])
+def test_a_killed_run_that_lost_all_its_records_is_refused(left, lost, out, started, capsys):
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["finished"]
+    (out / "manifest.json").write_text(json.dumps({**manifest, "status": "running", "files_sha256": {}}))
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "strict" / "state")
+    path, ledger = out / "strict" / "steps.jsonl", out / LEDGER
+    path.write_text(path.read_text()[:20] if left == "torn" else "")
+    if left == "gone":
+        path.unlink()
+    named = f"{ledger} holds step 1, {path} has none there"
+    if lost == "ledger":
+        ledger.unlink()
+        named = f"{ledger} is missing, {out / NPZ} is there"
+    elif lost == "samples":
+        shutil.rmtree(out / "strict" / "samples")
+    elif lost == "half of the ledger":
+        text = ledger.read_text()
+        ledger.write_text(text[: text.index('{"event":"version"', text.index('"event":"record"'))])
+        named = f"{out / NPZ}".replace("00000", "00001") + f" is there, {path} has no step 0"
+    before = contents(out)
+    for command in (["report", str(out)], ["run", "--resume", str(out), "--steps", "3"]):
+        assert cli.main(command) == 2
+        assert named in capsys.readouterr().err
+    assert cli.main(["compare", str(out), str(out)]) == 2
+    assert contents(out) == before
+    assert started == []
 
 
 def test_an_ended_run_has_no_torn_record(tmp_path, capsys):

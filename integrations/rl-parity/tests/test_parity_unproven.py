@@ -16,11 +16,11 @@ pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
 FORMATS = {
-    "no digests": ({"files_sha256": ...}, "lacks files_sha256, which every run of format 2 has from its start: it was"),
+    "no digests": ({"files_sha256": ...}, "lacks files_sha256, which every run of format 3 has from its start: it was"),
     "no format": ({"format": ...}, "says format None, "),
     "neither": ({"format": ..., "files_sha256": ...}, "says format None, "),
-    "a later format": ({"format": 3}, "says format 3, this version reads 1, 2 and runs that name none"),
-    "a format of another type": ({"format": True}, "says format True, this version reads 1, 2"),
+    "a later format": ({"format": 4}, "says format 4, this version reads 1, 2, 3 and runs that name none"),
+    "a format of another type": ({"format": True}, "says format True, this version reads 1, 2, 3"),
     "neither, said to run": (
         {"format": ..., "files_sha256": ..., "status": "running", "finished": ...},
         "says format None, ",
@@ -57,7 +57,7 @@ def test_a_run_that_is_resumed_keeps_its_format(workers, tmp_path, capsys):
     assert cli.main(["run", "--out", str(out), "--steps", "1", "--save-every", "1", *SMALL]) == 0
     assert cli.main(["run", "--resume", str(out), "--steps", "2"]) == 0
     run = RunDirectory(out)
-    assert (run.manifest()["format"], run.summary()["format"]) == (2, 2)
+    assert (run.manifest()["format"], run.summary()["format"]) == (3, 3)
     # one that was killed has a summary without it, or none
     capsys.readouterr()
     manifest(status="running", finished=..., files_sha256={})(out)

@@ -12,6 +12,7 @@ from typing import Any
 from rl_contract import ContractError, Profile
 from rl_parity import shapes, sittings
 from rl_parity.config import RunConfig
+from rl_parity.digests import apart
 from rl_parity.jsonfile import REPAIR, read_list, read_object, require
 from rl_parity.manifest import FILES, FORMAT, TELLS_ALL
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, ends_run
@@ -74,9 +75,8 @@ def check_files(run: RunDirectory, manifest: Mapping[str, Any]) -> None:
         if name not in found:
             raise ContractError(f"{run.root / name} is missing; {REPAIR}")
         if told.get(name) != found[name]:
-            raise ContractError(
-                f"{run.root / name} has sha256 {found[name][:12]}, {path} says {str(told.get(name))[:12]}; {REPAIR}"
-            )
+            now, ended = apart(found[name], told.get(name))
+            raise ContractError(f"{run.root / name} has sha256 {now}, {path} says {ended}; {REPAIR}")
 
 
 def check_figures(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
@@ -274,7 +274,8 @@ def _identity(arm: str, side: str, name: str, report: Mapping[str, Any], profile
         yield f"{name} ran in mode {report['mode']}, which the {arm} arm does not"
     held = report.get("fingerprint" if side == "train" else "profile")
     if arm == "strict" and held != profile.fingerprint:
-        yield f"{name} held contract {str(held)[:12]}, the run's is {profile.fingerprint[:12]}"
+        theirs, ours = apart(held, profile.fingerprint)
+        yield f"{name} held contract {theirs}, the run's is {ours}"
     if arm == "native" and side == "rollout" and held is not None:
         yield f"{name} held contract {str(held)[:12]}, the native arm holds none"
 

@@ -10,7 +10,7 @@ import numpy as np
 from rl_contract import ContractError
 from rl_parity import doubts, native, verify
 from rl_parity.config import RunConfig
-from rl_parity.manifest import weight_algorithm
+from rl_parity.manifest import INPUTS, weight_algorithm
 from rl_parity.rundir import MANIFEST, RunDirectory, StepSamples
 
 _LABELS = {"rollout": "rollout logprob", "train": "train logprob", "forward": "forward logprob"}
@@ -21,7 +21,7 @@ _FREE = (
     *("arm", "train", "rollout", "launcher", "leaves", "out", "steps", "timeout"),
     *("gpus", "placement", "gpu_memory_utilization", "sleep", "weights", "eager", "save_every", "limit"),
 )
-_INFORMATION = ("topology", "versions", "hardware", "gpus", "placement")
+_INFORMATION = ("topology", "versions", "hardware", "gpus", "placement", INPUTS)
 _ABSENT = "absent"
 _NAMES_OF_WEIGHTS = ("weight_digest", "weight_version")
 
@@ -109,6 +109,9 @@ def _settings(
     defaults = {**dict(_leaves(RunConfig().to_dict(), "config")), "config.native_operators": "local"}
     alike = bool(began) and all(one.certain for one in began) and began[0].operators == began[1].operators
     for section in (*_SETTINGS, *_INFORMATION):
+        if section == INPUTS and not (section in a and section in b):
+            # older runs do not tell
+            continue
         x, y = dict(_leaves(a.get(section, _ABSENT), section)), dict(_leaves(b.get(section, _ABSENT), section))
         for name in dict.fromkeys((*x, *y)):
             left, right = x.get(name, _ABSENT), y.get(name, _ABSENT)

@@ -15,6 +15,7 @@ from rl_parity.checks import Identity, StepVerdict, compare_logprobs, describe_m
 from rl_parity.clock import Clock
 from rl_parity.config import RunConfig
 from rl_parity.data import Prompt
+from rl_parity.digests import apart
 from rl_parity.evidence import write_evidence, write_sync
 from rl_parity.fleet import Fleet
 from rl_parity.launch import WorkerFailure
@@ -247,11 +248,9 @@ class Arm:
             ContractError: the model's weights, or those of the state, are not those that were recorded.
         """
         began = fleet.all(fleet.trainers, "digest", self.algorithm)[0]
-        if began != self.records[0]["weight_digest"]:
-            raise ContractError(
-                f"the model has weights {began[:12]}, the run began with {self.records[0]['weight_digest'][:12]}; "
-                "give the same checkpoint"
-            )
+        if began != (told := self.records[0]["weight_digest"]):
+            has, had = apart(began, told)
+            raise ContractError(f"the model has weights {has}, the run began with {had}; give the same checkpoint")
         load = [
             lambda worker=worker, digest=digest: worker.call("load_state", str(saved.folder), digest)
             for worker, digest in zip(fleet.trainers, saved.ranks, strict=True)
@@ -259,8 +258,9 @@ class Arm:
         fleet.gather(load)
         now = fleet.all(fleet.trainers, "digest", self.algorithm)[0]
         if now != saved.digest:
+            has, had = apart(now, saved.digest)
             raise ContractError(
-                f"the restored state has weights {now[:12]}, {saved.folder} says {saved.digest[:12]}; "
+                f"the restored state has weights {has}, {saved.folder} says {had}; "
                 "resume from another copy of the run directory"
             )
 

@@ -11,15 +11,19 @@ from rl_contract import ContractError, Profile
 from rl_contract.contract import canonical_json, sha256_hex
 from rl_parity import metrics
 from rl_parity.config import CHANGEABLE, RunConfig
+from rl_parity.digests import apart
 from rl_parity.jsonfile import REPAIR
 from vime_sync.digest import check_algorithm
 
 # what a run's files keep of each other, as a number: in its manifest and summary, not in those of older versions
-FORMAT, FORMATS = "format", (1, 2)
+FORMAT, FORMATS = "format", (1, 2, 3)
 # from which on the evidence has an entry of every sitting whose steps the run holds, also of one that was killed
 TELLS_ALL = 2
+# and from which on the manifest has the sha256 of what the run reads beside weights (rl_parity.inputs)
+TELLS_INPUTS = 3
 DIGEST = "config_sha256"
 FILES = "files_sha256"
+INPUTS = "inputs_sha256"
 WEIGHTS = "weight_digest"
 _SECTIONS = (
     *("command", DIGEST, "seeds", "sampling", "topology", "gpus", "placement", "profile", "fingerprints", "plant"),
@@ -61,9 +65,22 @@ def check_sections(path: Path, manifest: Mapping[str, Any]) -> None:
             f"{path} lacks {FILES}, which every run of format {manifest[FORMAT]} has from its start: it was taken out; "
             f"{REPAIR}"
         )
+    _check_inputs(path, manifest)
     missing = [name for name in _SECTIONS if name not in manifest]
     if FILES in manifest and missing:
         raise ContractError(f"{path} lacks {', '.join(missing)}, which its version writes; {REPAIR}")
+
+
+def _check_inputs(path: Path, manifest: Mapping[str, Any]) -> None:
+    if INPUTS not in manifest:
+        if manifest.get(FORMAT, 0) >= TELLS_INPUTS:
+            raise ContractError(
+                f"{path} lacks {INPUTS}, which every run of format {manifest[FORMAT]} has: it was taken out; {REPAIR}"
+            )
+        return
+    told = manifest[INPUTS]
+    if not isinstance(told, Mapping) or not all(isinstance(digest, str) for digest in told.values()):
+        raise ContractError(f"{path}: {INPUTS} is {told!r:.80}, supported is the sha256 of each file; {REPAIR}")
 
 
 def read_config(path: Path, manifest: Mapping[str, Any]) -> RunConfig:
@@ -162,4 +179,5 @@ def _fingerprints(manifest: Mapping[str, Any]) -> Iterator[str]:
     given = manifest["fingerprints"] if isinstance(manifest["fingerprints"], Mapping) else {}
     for name in sorted(made.keys() | given.keys()):
         if made.get(name) != given.get(name):
-            yield (f"fingerprints have {name} {str(given.get(name))[:12]}, the profile's is {str(made.get(name))[:12]}")
+            theirs, ours = apart(given.get(name), made.get(name))
+            yield f"fingerprints have {name} {theirs}, the profile's is {ours}"

@@ -13,6 +13,7 @@ import torch
 
 from rl_contract import ContractError, MissingSupport
 from rl_parity.config import RunConfig
+from rl_parity.digests import apart
 from rl_parity.gpus import ARCHS, Gpu, visible
 from rl_parity.launch.processes import end_group
 from rl_parity.placement import GIB, KV_BLOCK, engine_share, place, trainer_bytes
@@ -105,8 +106,9 @@ def _library(name: str) -> Iterator[str]:
     if not found:
         yield f"--attention nosplit: {library.path} is not installed; install {library.shipped_in}, or use segments"
     elif (digest := hashlib.sha256(found[0].read_bytes()).hexdigest()) != library.sha256:
+        ours, certified = apart(digest, library.sha256)
         yield (
-            f"--attention nosplit: {found[0]} has sha256 {digest[:16]}, certified is {library.sha256[:16]} of "
+            f"--attention nosplit: {found[0]} has sha256 {ours}, certified is {certified} of "
             f"{library.shipped_in}; install that version, or use segments"
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_contract import ContractError, Profile
 from rl_parity import contracts, doubts, landed, report_run, sittings, verify
+from rl_parity.manifest import INPUTS
 from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, ends_run, is_equal, write_text
 from rl_parity.svg import Series, bars, lines, number
 
@@ -322,6 +323,7 @@ def _provenance(manifest: Mapping[str, Any]) -> str:
     rows += [(name, str(version or "not installed")) for name, version in manifest.get("versions", {}).items()]
     rows += [(name, str(value)) for name, value in manifest.get("hardware", {}).items()]
     rows += [(f"sampling {name}", str(value)) for name, value in manifest.get("sampling", {}).items()]
+    rows += [(f"sha256 of {name}", digest) for name, digest in manifest.get(INPUTS, {}).items()]
     rows += [("not covered", text) for text in manifest.get("notes", [])]
     body = "".join(f"<tr><td>{escape(k)}</td><td><code>{escape(v)}</code></td></tr>" for k, v in rows)
     return f'<h2>Provenance</h2><div class="scroll"><table>{body}</table></div>'

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_contract import ContractError
-from rl_parity import bound, native, preflight_options, sittings, state, unrecorded, verify
+from rl_parity import bound, inputs, native, preflight_options, sittings, state, unrecorded, verify
 from rl_parity.config import CHANGEABLE, RunConfig
+from rl_parity.digests import apart
 from rl_parity.evidence import with_untold
 from rl_parity.jsonfile import lines, parse, read_text
 from rl_parity.manifest import check_manifest, weight_algorithm
@@ -134,6 +135,7 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
     """
     manifest = directory.manifest()
     _writable(directory.root)
+    inputs.check(directory, config, manifest)
     records = {arm: [*point.records, *point.dropped] for arm, point in found.items()}
     for arm, mine in records.items():
         bound.check_figures(directory, arm, mine)
@@ -141,6 +143,8 @@ def check(directory: RunDirectory, config: RunConfig, found: Mapping[str, Point]
     if ended := [arm for arm, mine in records.items() if any(ends_run(arm, record) for record in mine)]:
         raise ContractError(f"--resume {directory.root}: the {ended[0]} arm ended with a mismatch; start the run again")
     for arm, mine in records.items():
+        if not mine:
+            verify.none_lost(directory, arm, manifest)
         if (what := unrecorded.failed(directory, arm, mine)) is not None:
             raise ContractError(f"--resume {directory.root}: {what}; start the run again")
     for arm, point in found.items():
@@ -184,9 +188,10 @@ def _weights(directory: RunDirectory, arm: str, path: Path, point: Point) -> Non
     said += [(path.with_name("steps.jsonl"), r.get("weight_digest")) for r in point.dropped if r["step"] == point.step]
     for where, digest in said:
         if digest != point.saved.digest:
+            said_there, saved = apart(digest, point.saved.digest)
             raise ContractError(
-                f"{where} has weights {str(digest)[:12]} at step {point.step}, "
-                f"{point.saved.folder / state.DESCRIPTION} {point.saved.digest[:12]}; restore the file, "
+                f"{where} has weights {said_there} at step {point.step}, "
+                f"{point.saved.folder / state.DESCRIPTION} {saved}; restore the file, "
                 "or resume from another copy of the run directory"
             )
 

@@ -23,6 +23,8 @@ from rl_parity.jsonfile import REPAIR, lines, read_object, read_text, require
 from rl_parity.lock import LOCK
 
 MANIFEST, SUMMARY, REPORT = "manifest.json", "summary.json", "report.html"
+# a built-in model that is being made
+PARTIAL_MODEL = ".model.partial"
 ARMS = ("native", "strict")
 
 STATUSES = ("running", "finished", "mismatch", "failed", "interrupted")
@@ -224,6 +226,7 @@ class RunDirectory:
                         path.rmdir()
         for arm in ARMS:
             shutil.rmtree(self._going(arm), ignore_errors=True)
+        shutil.rmtree(self.root / PARTIAL_MODEL, ignore_errors=True)
 
     def remove_arm(self, arm: str) -> None:
         """Remove all of an arm in one move: killed midway, it is there whole or not at all."""

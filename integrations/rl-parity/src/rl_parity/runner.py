@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import sys
 import time
 import uuid
@@ -16,22 +17,33 @@ from typing import Any
 import psutil
 
 from rl_contract import ContractError, Profile
-from rl_parity import checkpoint, lock, metrics, native, preflight, resume, sittings
+from rl_parity import checkpoint, inputs, lock, metrics, native, preflight, resume, sittings
 from rl_parity.bound import file_digests
 from rl_parity.config import CHANGEABLE, RunConfig
 from rl_parity.data import load_prompts
+from rl_parity.digests import apart
 from rl_parity.evidence import write_untold
 from rl_parity.jsonfile import require
 from rl_parity.launch import WorkerFailure
 from rl_parity.launch.processes import marked, new_mark, sweep_dead
 from rl_parity.launch.signals import shield
 from rl_parity.loop import Arm, LimitReached, MismatchFound
-from rl_parity.manifest import DIGEST, FILES, FORMAT, FORMATS, WEIGHTS, config_digest, topology, weight_algorithm
+from rl_parity.manifest import (
+    DIGEST,
+    FILES,
+    FORMAT,
+    FORMATS,
+    INPUTS,
+    WEIGHTS,
+    config_digest,
+    topology,
+    weight_algorithm,
+)
 from rl_parity.models import spec_of, write_model
 from rl_parity.placement import Placement, place
 from rl_parity.report import write_report
 from rl_parity.resume import Point
-from rl_parity.rundir import MANIFEST, REPORT, SUMMARY, RunDirectory, summarize, write_json
+from rl_parity.rundir import MANIFEST, PARTIAL_MODEL, REPORT, SUMMARY, RunDirectory, summarize, write_json
 from rl_parity.status import EQUAL, FAILURE, INTERRUPTED, MISMATCH, USAGE
 from vime_sync import WEIGHT_DIGEST, PublishError
 
@@ -103,20 +115,22 @@ def _run(
     again: bool,
     deadline: float,
 ) -> int:
+    # before anything is read: what is read and then still has these digests is what they are of
+    read = inputs.digests(directory.root, config)
     model_config = preflight.model_config(config)
     profile = preflight.profile(config, model_config)
     placed = place(config, preflight.gpus_of(config))
-    manifest = _manifest(config, run_id, profile, placed, command)
+    manifest = _manifest(config, run_id, profile, placed, command) | {INPUTS: read}
     earlier = _earlier(directory, manifest, points) if again else {}
     if again:
         # weights keep the digest that they were first named by, and a run without digests of its files gets none:
         # what an earlier sitting left unsaid is not said for it
-        del manifest[WEIGHTS], manifest[FILES], manifest[FORMAT]
+        del manifest[WEIGHTS], manifest[FILES], manifest[FORMAT], manifest[INPUTS]
         # nor is what the run was asked for: only how it is carried out may be said anew
         given = config.to_dict()
         manifest["config"] = {**earlier["config"], **{name: given[name] for name in (*CHANGEABLE, "out")}}
         manifest[DIGEST] = config_digest(manifest["config"])
-    manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES, FORMAT) if key in earlier}
+    manifest |= {key: earlier[key] for key in ("started", "sittings", WEIGHTS, FILES, FORMAT, INPUTS) if key in earlier}
     algorithm = weight_algorithm(directory.root / MANIFEST, manifest)
     status, reason, code = "failed", "", FAILURE
     before = {name: _before(point, earlier.get("arms", {}).get(name)) for name, point in points.items()}
@@ -137,10 +151,13 @@ def _run(
         if spec_of(config.model) is not None:
             model = directory.root / "model"
             if not (model / "config.json").is_file():
-                write_model(config.model, model, seed=config.seed)
+                _make_model(config, directory)
         longest = preflight.context(config, model_config)
         tokenizer, prompts = load_prompts(config, model, checkpoint.read_config(model), longest)
+        inputs.check(directory, config, manifest)
         for name in config.arms:
+            # an arm's workers read the folder when the arm begins
+            inputs.check(directory, config, manifest, prompts=False)
             arm = Arm(
                 name, config, run_id, directory, model, model_config, profile, prompts, tokenizer, longest, placed,
                 algorithm=algorithm, deadline=deadline,
@@ -174,6 +191,20 @@ def _run(
             _finish(directory, summary, status, reason)
     _say(directory, summary, status, reason)
     return code
+
+
+def _make_model(config: RunConfig, directory: RunDirectory) -> None:
+    """All of the run's copy of a built-in model at once: a killed sitting leaves it whole or not at all."""
+    if inputs.has_copy(directory.root):
+        # half of one, as older versions could leave it
+        write_model(config.model, directory.root / "model", seed=config.seed)
+        return
+    partial = directory.root / PARTIAL_MODEL
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write_model(config.model, partial, seed=config.seed).replace(directory.root / "model")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _begin_again(
@@ -214,9 +245,10 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
     require(directory.root / MANIFEST, old, {"fingerprints": dict})
     require(directory.root / MANIFEST, old["fingerprints"], {"profile": str})
     if old["fingerprints"]["profile"] != manifest["fingerprints"]["profile"]:
+        held, built = apart(old["fingerprints"]["profile"], manifest["fingerprints"]["profile"])
         raise ContractError(
-            f"{directory.root} holds contracts {old['fingerprints']['profile'][:12]}, these packages build "
-            f"{manifest['fingerprints']['profile'][:12]}; resume with the packages that the run began with"
+            f"{directory.root} holds contracts {held}, these packages build {built}; "
+            "resume with the packages that the run began with"
         )
     about = ("command", "versions", "hardware", "gpus", "placement", "started")
     first = old.get("sittings") or [{key: old.get(key) for key in about}]
@@ -232,7 +264,7 @@ def _earlier(directory: RunDirectory, manifest: dict[str, Any], points: dict[str
         },
     }
     totals = directory.summary()["arms"] if (directory.root / SUMMARY).is_file() else {}
-    kept = {key: old[key] for key in (WEIGHTS, FORMAT) if key in old}
+    kept = {key: old[key] for key in (WEIGHTS, FORMAT, INPUTS) if key in old}
     kept |= {FILES: {}} if FILES in old else {}
     told = {"started": old.get("started"), "config": old["config"], "sittings": [*first, sitting]}
     return {**told, "arms": totals, **kept}

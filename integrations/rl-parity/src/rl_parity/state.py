@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
+from rl_parity.digests import apart
 from rl_parity.jsonfile import read_object
 from vime_sync import tensor_digests
 
@@ -65,7 +66,8 @@ def read_rank(folder: Path, rank: int, digest: str) -> dict[str, Any]:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ContractError(f"{path} cannot be read ({type(error).__name__}: {error}); {_REPAIR}") from error
     if (found := _digest(tensors, numbers)) != digest:
-        raise ContractError(f"{path} has digest {found[:12]}, {DESCRIPTION} says {digest[:12]}; {_REPAIR}")
+        now, told = apart(found, digest)
+        raise ContractError(f"{path} has digest {now}, {DESCRIPTION} says {told}; {_REPAIR}")
     out: dict[str, Any] = {}
     for name, value in (*tensors.items(), *numbers.items()):
         *above, last = name.split("/")

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from rl_contract import ContractError
-from rl_parity import bound, checkpoint, sittings, unrecorded
+from rl_parity import bound, checkpoint, inputs, sittings, unrecorded
 from rl_parity.checks import compare_logprobs
+from rl_parity.digests import apart
 from rl_parity.jsonfile import REPAIR, read_object, read_text
 from rl_parity.landed import left_out
 from rl_parity.manifest import FILES, WEIGHTS, check_manifest, check_sections, read_config, weight_algorithm
 from rl_parity.models import hf_config, spec_of
 from rl_parity.rewards import Rewards
 from rl_parity.rundir import COUNTS, MANIFEST, SUMMARY, RunDirectory, StepSamples, record_digests, summarize
-from rl_parity.vocabulary import FolderTokenizer
+from rl_parity.vocabulary import check_tokenizer
 from vime_sync import Manifest, StepLedger
 from vime_sync.layout import ModelShape
 from vime_sync.ledger import tokens_digest
@@ -67,6 +68,8 @@ def whole(run: RunDirectory, *, model: bool = True) -> dict[str, Any]:
                 built_in_model(run, manifest, records[0].get("weight_digest"))
         # one that ended by itself has no step beyond its records, which is proved below
         over = manifest["status"] in ("finished", "mismatch")
+        if not over and not records:
+            none_lost(run, arm, manifest)
         if not over and (what := unrecorded.failed(run, arm, records)) is not None:
             failed[arm] = what
     if manifest["status"] == "finished":
@@ -184,6 +187,21 @@ def ledger_text(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> str
     return text
 
 
+def none_lost(run: RunDirectory, arm: str, manifest: Mapping[str, Any]) -> None:
+    """Raise ContractError where an arm without a record has more than the one step in which it may have been killed.
+
+    More in the ledger or among the samples tells of records that were lost.
+    """
+    path, kept = run.root / arm / "ledger.jsonl", run.sample_steps(arm)
+    if path.is_file():
+        ledger(run, arm, manifest, ledger_text(run, arm, manifest), ())
+    elif kept:
+        raise ContractError(f"{path} is missing, {run.samples_path(arm, kept[0])} is there; {REPAIR}")
+    if kept and kept[-1] > 0:
+        steps = path.with_name("steps.jsonl")
+        raise ContractError(f"{run.samples_path(arm, kept[-1])} is there, {steps} has no step 0; {REPAIR}")
+
+
 def samples(run: RunDirectory, arm: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Raise ContractError where the samples of a step are missing, damaged, or not those that its record tells of."""
     rewards = Rewards(run)
@@ -289,9 +307,10 @@ def _digests(
     for record in records:
         step, digest, consumed = record["step"], record.get("weight_digest"), record.get("loss") is not None
         if consumed and published.get(step) != digest:
+            named, told = apart(published.get(step), digest)
             raise ContractError(
-                f"{path} has weights {str(published.get(step))[:12]} at step {step}, the record in "
-                f"{path.with_name('steps.jsonl')} {str(digest)[:12]}; {REPAIR}"
+                f"{path} has weights {named} at step {step}, the record in {path.with_name('steps.jsonl')} {told}; "
+                f"{REPAIR}"
             )
         where = run.samples_path(arm, step)
         if consumed and step not in absent:
@@ -321,16 +340,18 @@ def _tokens(path: Path, held: StepLedger, step: int, where: Path) -> None:
 
 
 def built_in_model(run: RunDirectory, manifest: Mapping[str, Any], digest: str | None) -> None:
-    """Raise ContractError where the run's own copy of a built-in model is damaged; one that is gone is made again."""
+    """Raise ContractError where the run's own copy of a built-in model lacks a file or has a damaged or another one; a
+    copy that is gone as a whole is made again.
+    """
     config = manifest["config"]
     spec, folder = spec_of(config.get("model", "")), run.root / "model"
-    path = folder / "config.json"
-    if spec is None or not path.is_file():
+    if spec is None or not inputs.has_copy(run.root):
         return
-    if read_object(path) != hf_config(spec):
-        raise ContractError(f"{path} is not that of {config['model']}; remove {folder}, it is made again")
-    read_object(folder / "tokenizer.json", f"remove {folder}, it is made again")
-    FolderTokenizer(folder)
+    path, remedy = folder / "config.json", f"remove {folder}, it is made again"
+    if read_object(path, remedy) != hf_config(spec):
+        raise ContractError(f"{path} is not that of {config['model']}; {remedy}")
+    check_tokenizer(folder, remedy)
+    inputs.check_copy(run, manifest)
     weights(folder, digest, weight_algorithm(run.root / MANIFEST, manifest))
 
 
@@ -355,4 +376,5 @@ def weights(folder: Path, digest: str | None, algorithm: str) -> None:
     except (SafetensorError, OSError) as error:
         raise ContractError(f"{where} cannot be read ({type(error).__name__}: {error}); {remedy}") from error
     if found != digest:
-        raise ContractError(f"{where} has weights {found[:12]}, the run began with {str(digest)[:12]}; {remedy}")
+        now, began = apart(found, digest)
+        raise ContractError(f"{where} has weights {now}, the run began with {began}; {remedy}")

@@ -6,8 +6,16 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_contract import ContractError
+from rl_parity.jsonfile import read_object
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "clean_up_tokenization_spaces": False,
+}
 VOCABULARY: tuple[str, ...] = (*SPECIAL, *string.digits, *string.ascii_letters, *" \n+-*/=()?.,")
 
 
@@ -32,14 +40,26 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n", encoding="utf-8")
+
+
+def check_tokenizer(folder: Path, remedy: str) -> None:
+    """Raise ContractError, which ends with ``remedy``, where the folder lacks the files of ``write_tokenizer``, or they
+    are damaged or do something else.
+    """
+    path = folder / "tokenizer_config.json"
+    if read_object(path, remedy) != _CONFIG:
+        raise ContractError(f"{path} is not that of the built-in models; {remedy}")
+    path = folder / "tokenizer.json"
+    read_object(path, remedy)
+    try:
+        found = FolderTokenizer(folder)
+        ids, text = list(range(len(SPECIAL), len(VOCABULARY))), "".join(VOCABULARY[len(SPECIAL) :])
+        same = found.vocab_size == len(VOCABULARY) and found.encode(text) == ids and found.decode(ids) == text
+    except ContractError as error:
+        raise ContractError(f"{path} is not that of the built-in models ({error}); {remedy}") from error
+    if not same:
+        raise ContractError(f"{path} is not that of the built-in models; {remedy}")
 
 
 class NoText:
