@@ -2,15 +2,13 @@
 
 from typing import Any
 
-_DIGITS = 12
 
-
-def apart(a: Any, b: Any) -> tuple[str, str]:
-    """Two digests that differ, each cut to 12 digits or to as many more as tell them apart; what is none in full."""
+def apart(a: Any, b: Any, digits: int = 12) -> tuple[str, str]:
+    """Two digests that differ, each cut to so many digits or to as many more as tell them apart."""
     x, y = str(a), str(b)
     if x == y:
         return repr(a), repr(b)
-    for digits in range(_DIGITS, max(len(x), len(y))):
-        if x[:digits] != y[:digits]:
-            return x[:digits], y[:digits]
+    for end in range(digits, max(len(x), len(y))):
+        if x[:end] != y[:end]:
+            return x[:end], y[:end]
     return x, y

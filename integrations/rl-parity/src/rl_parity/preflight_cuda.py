@@ -106,7 +106,7 @@ def _library(name: str) -> Iterator[str]:
     if not found:
         yield f"--attention nosplit: {library.path} is not installed; install {library.shipped_in}, or use segments"
     elif (digest := hashlib.sha256(found[0].read_bytes()).hexdigest()) != library.sha256:
-        ours, certified = apart(digest, library.sha256)
+        ours, certified = apart(digest, library.sha256, 16)
         yield (
             f"--attention nosplit: {found[0]} has sha256 {ours}, certified is {certified} of "
             f"{library.shipped_in}; install that version, or use segments"
