@@ -33,6 +33,15 @@ def check_board(rank, world):
         seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda"))
     with pytest.raises(ContractError, match="ranks make different calls"):
         seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (rank, 9), "cuda"))
+    # what an operator was given, without a word of it on the board
+    for each in (held, seen):
+        for said in ("op(k=3)" * 100, "op(k=3)"):
+            each.agree(Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda", said=said))
+        other = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda", said=f"op(k={5 + rank})")
+        with pytest.raises(ContractError, match=r"ranks make different calls: .*on cuda\) by an operator whose values"):
+            each.agree(other)
+    quiet = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda", said="" if rank else "op(k=3)")
+    held.agree(quiet)
     # nothing that is kept of a call grows with its tensors
     kept = board._kept.cache_info().currsize
     for each in (held, seen, seen):

@@ -14,6 +14,8 @@ from rank_values import make, same_bits
 from torch._subclasses import FakeTensorMode
 
 from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, reduce_from_ranks, shared_memory
+from rl_comm.agreement import check_alike
+from rl_comm.mover import GlooMover
 from rl_contract import ContractError, MissingSupport
 from rl_contract.communicator import refuse
 
@@ -54,6 +56,23 @@ def check_refusals(rank, world):
             call(meta)
     # the group is still in step
     assert float(comm.all_reduce(torch.ones(1))) == world
+    # what an operator was given is compared in the header of its gather; a rank that says nothing fits any
+    x, whole = torch.full((2,), float(rank)), torch.arange(float(world)).repeat_interleave(2)
+    for said in ("op(k=1)", "" if rank == last else "op(k=1)"):
+        assert same_bits(comm.all_gather_said(x, said), whole)
+        assert same_bits(comm.all_gather_said(x[None], said, dim=1), whole[None])
+    two = "op(k=2)" if rank == last else "op(k=1)"
+    # those that differ are found beside one that says nothing, too
+    for said in (two, two if world == 2 or rank else ""):
+        own = f".*This rank: {re.escape(said)}" if said else ""
+        with pytest.raises(ContractError, match=rf"ranks make different calls: .*values have check \w{{16}}{own}"):
+            comm.all_gather_said(x, said)
+        assert same_bits(comm.all_gather_said(x, "op(k=1)"), whole)
+    for bad, message in ((None, "None"), (x.to_sparse(), "layout"), (x.clone().requires_grad_(), "requires grad")):
+        with pytest.raises(ContractError, match=f"refused on rank {last}, .*This rank: .*{message}" if rank == last else
+                           f"refused on rank {last}, "):  # fmt: skip
+            comm.all_gather_said(bad if rank == last else x, "op(k=1)")
+        assert same_bits(comm.all_gather_said(x, "op(k=1)"), whole)
 
 
 def check_one_rank_refuses(rank, world):
@@ -190,6 +209,17 @@ def check_choice(rank, world):
     assert TreeCommunicator(identity=long).world_size == world
     with pytest.raises(ContractError, match="ranks were built for different things"):
         TreeCommunicator(identity=long + str(rank))
+    # one rank's argument is longer than a header, or can't be shown
+    unshown = type("Unshown", (), {"__repr__": lambda self: 1 / 0})()
+    for given in ({"transport": "x" * 2000}, {"two_shot_bytes": "x" * 2000}, {"identity": ["x" * 2000]},
+                  {"transport": np.array(["auto"] * 500)}, {"transport": unshown}, {"two_shot_bytes": unshown},
+                  {"identity": unshown}, {"transport": "x" * 2000, "identity": long}):  # fmt: skip
+        message = "supported: |can't be read" if rank == 0 else "refused on rank 0, whose error says why"
+        with pytest.raises(ContractError, match=message) as told:
+            TreeCommunicator(**given if rank == 0 else {})
+        assert len(str(told.value)) < 400
+    with pytest.raises(ContractError, match=r"different arguments: rank 0 transport='auto'.*\(sha256 "):
+        check_alike(GlooMover(dist.group.WORLD, rank, world), "", "transport='auto'" + "x" * (2000 + rank), None)
     # other arguments would have other transports, or other transfers for the same call
     last = rank == world - 1
     for given, usual in (({"transport": "gloo"}, {}), ({"two_shot_bytes": 0}, {"two_shot_bytes": 1 << 20})):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, tree_sum
+from rl_comm import TreeCommunicator, copy_to_ranks, gather_from_ranks, reduce_from_ranks, tree_sum
 from rl_comm.contract import collective
 from rl_contract import ContractError, MissingSupport, Settings, SingleRank
 
@@ -140,3 +140,12 @@ def test_one_rank_wrappers_are_the_identity(comm):
     x = torch.randn(3, 4, requires_grad=True)
     assert copy_to_ranks(x, comm) is x
     assert gather_from_ranks(x, comm, 0) is x
+
+
+@pytest.mark.parametrize("comm", ["c", 5, object()])
+@pytest.mark.parametrize("wrapper", [copy_to_ranks, gather_from_ranks, reduce_from_ranks])
+def test_what_is_no_communicator_is_refused_by_name(wrapper, comm):
+    with pytest.raises(
+        ContractError, match=rf"{wrapper.__name__} got comm=.*; supported: None for one rank, or a Comm"
+    ):
+        wrapper(torch.ones(3), comm)

@@ -8,6 +8,8 @@ from rl_comm.mover import Call, GlooMover
 from rl_contract import ContractError
 
 _BYTES = 1024
+# of each of the three that are said, where they are too long together
+_SHOWN_BYTES = 240
 
 
 def check_alike(gloo: GlooMover, identity: str, arguments: str, problem: Exception | None) -> None:
@@ -47,11 +49,18 @@ def check_alike(gloo: GlooMover, identity: str, arguments: str, problem: Excepti
 def _exchange(gloo: GlooMover, said: list[str]) -> list[list[str]]:
     mine = "\0".join(part.replace("\0", " ") for part in said).encode(errors="replace")
     if len(mine) > _BYTES:
-        # as much as fits to read, and a digest of the whole to compare
-        shown = said[0].encode(errors="replace")[:512].decode(errors="ignore")
-        return _exchange(gloo, [f"{shown}... (sha256 {hashlib.sha256(mine).hexdigest()})", *said[1:]])
+        return _exchange(gloo, [_short(part) for part in said])
     padded = torch.zeros(_BYTES, dtype=torch.uint8)
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     call = Call("all_gather", padded.dtype, padded.dtype, 0, tuple(padded.shape))
     rows = [bytes(row).decode(errors="replace").split("\0") for row in gloo.gather(call, padded).tolist()]
     return [row[:3] for row in rows]
+
+
+def _short(part: str) -> str:
+    """As much as fits to read, and a digest of the whole to compare."""
+    whole = part.encode(errors="replace")
+    if len(whole) <= _SHOWN_BYTES:
+        return part
+    shown = whole[:_SHOWN_BYTES].decode(errors="ignore")
+    return f"{shown}... (sha256 {hashlib.sha256(whole).hexdigest()})"

@@ -9,10 +9,12 @@ import torch
 
 from rl_contract import Communicator
 from rl_contract.communicator import dim_problem, refuse, tensor_problem
+from rl_contract.tokens import check_peers
 
 
 def copy_to_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
     """The same ``x`` on every rank. Backward: the ranks' gradients, summed in fp32 by the tree, rounded once."""
+    check_peers("copy_to_ranks", comm)
     return x if comm is None or comm.world_size == 1 else _told(_CopyToRanks, x, comm)
 
 
@@ -21,6 +23,7 @@ def gather_from_ranks(x: torch.Tensor, comm: Communicator | None, dim: int = -1)
 
     What follows must be computed alike on every rank, so that each already holds the whole gradient and no sum is due.
     """
+    check_peers("gather_from_ranks", comm)
     if comm is None or comm.world_size == 1:
         problem = dim_problem(x, dim)
         if problem is not None:
@@ -31,6 +34,7 @@ def gather_from_ranks(x: torch.Tensor, comm: Communicator | None, dim: int = -1)
 
 def reduce_from_ranks(x: torch.Tensor, comm: Communicator | None) -> torch.Tensor:
     """Tree sum of the ranks' ``x`` in fp32, rounded once to its type. Backward: the gradient as it is."""
+    check_peers("reduce_from_ranks", comm)
     return x if comm is None or comm.world_size == 1 else _told(_ReduceFromRanks, x, comm)
 
 

@@ -16,15 +16,15 @@ from rl_contract import ContractError, Launch, record_launch
 class Calls(InStep):
     """Between the calls of a communicator and its movers."""
 
-    def _call(self, op: str, x: Any, out_dtype: torch.dtype | None = None, arg: int = 0) -> Call:
+    def _call(self, op: str, x: Any, out_dtype: torch.dtype | None = None, arg: int = 0, operator: str = "") -> Call:
         # what can't be said in a header is refused, so that its words need not tell it apart
         said = arg if isinstance(arg, int) and abs(arg) < 1 << 62 else -1
         if not stored(x):
             device = x.device.type if isinstance(x, torch.Tensor) else self._device
-            return Call(op, None, None, said, (), device, number=self._number)
+            return Call(op, None, None, said, (), device, said=operator, number=self._number)
         known = out_dtype if isinstance(out_dtype, torch.dtype) else None
         out = known if out_dtype is not None else x.dtype
-        return Call(op, x.dtype, out, said, tuple(x.shape), x.device.type, number=self._number)
+        return Call(op, x.dtype, out, said, tuple(x.shape), x.device.type, said=operator, number=self._number)
 
     def _several(self, op: str, tensors: Any) -> tuple[Call, Exception | None]:
         """The call that gathers each of ``tensors``, and why it can't be made, if so."""

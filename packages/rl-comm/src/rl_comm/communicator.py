@@ -1,6 +1,7 @@
 """``TreeCommunicator``: rl_contract's Communicator over a torch.distributed process group."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -104,12 +105,15 @@ class TreeCommunicator(Calls):
                 dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
             )
         gloo = GlooMover(host, dist.get_rank(host), world_size)
-        check_alike(
-            gloo,
-            str(identity),
-            f"transport={transport!r}, two_shot_bytes={two_shot_bytes}",
-            unusable(transport, two_shot_bytes, timeout_s, identity, backends) or no_host_group(host_group, group),
-        )
+        try:
+            said = str(identity), f"transport={transport!r}, two_shot_bytes={two_shot_bytes}"
+            problem = unusable(transport, two_shot_bytes, timeout_s, identity, backends)
+            problem = problem or no_host_group(host_group, group)
+        except Exception as error:
+            # peers are told of what can't even be shown, too
+            said = "", ""
+            problem = ContractError(f"TreeCommunicator got an argument that can't be read: {error!r}; give a plain one")
+        check_alike(gloo, *said, problem)
         if world_size > 1:
             gloo.become()
         movers = choose(group, gloo, transport, timeout_s, with_nccl="nccl" in backends)
@@ -188,6 +192,18 @@ class TreeCommunicator(Calls):
             self._refuse_alone(call, problem or self._undifferentiated("all_gather", x))
             return x
         return torch.ops.rl_comm.all_gather(x, dim, self._handle)
+
+    def all_gather_said(self, x: torch.Tensor, said: str, *, dim: int = 0) -> torch.Tensor:
+        """``all_gather`` for an operator that was given ``said``, compared over ranks in the header of this call.
+
+        Traced by a compiler, or where ``said`` is empty, it is ``all_gather``, and fits whatever peers say.
+
+        Raises:
+            ContractError: on every rank, as ``all_gather``, and when the ranks' ``said`` differ; each names its own.
+        """
+        if not said or self.world_size == 1 or torch.compiler.is_compiling() or not fits_op(x, None, dim):
+            return self.all_gather(x, dim=dim)
+        return self._all_gather(x, dim, said)
 
     @in_step
     def all_gather_each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -315,10 +331,12 @@ class TreeCommunicator(Calls):
         return out.view(slices.shape[1:])
 
     @in_step
-    def _all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        call = self._call("all_gather", x, arg=dim)
-        self._refuse(call, unmovable(call, x) or dim_problem(x, dim) or self._misplaced(call, x))
-        parts = self._gather(call, x)
+    def _all_gather(self, x: torch.Tensor, dim: int, said: str = "") -> torch.Tensor:
+        call = self._call("all_gather", x, arg=dim, operator=said)
+        problem = unmovable(call, x) or dim_problem(x, dim) or self._misplaced(call, x)
+        self._refuse(call, problem or (unreadable("all_gather", x) if said else None))
+        with named(call) if said else nullcontext():
+            parts = self._gather(call, x)
         peers = self._peers_for(x)
         self._record("all_gather", "bytes", x, "" if peers is None else peers.name)
         if dim in (0, -x.dim()):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 import torch
@@ -34,7 +35,10 @@ DTYPES = (
 )
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_gather_into", "broadcast", "barrier", "refusal")
 MAX_DIMS = 8
-_HEADER_WORDS = 16
+_HEADER_WORDS = 17
+# where the words have a check over what was said of the operator
+_SAID = -3
+_MASK = (1 << 64) - 1
 HEADER_BYTES = _HEADER_WORDS * 8
 # what a block starts with: the header, and the call's number
 HEAD_BYTES = HEADER_BYTES + 8
@@ -65,6 +69,8 @@ class Call:
     agreed: bool = False
     # what else the same call moves; in the header by number and digest
     beside: "tuple[Call, ...]" = ()
+    # what the operator was given, of which all ranks must say the same; in the header by digest
+    said: str = ""
     # how many calls this rank has made of the communicator; beside the header, so that equal calls are packed once
     number: int = field(default=0, compare=False)
 
@@ -78,7 +84,8 @@ class Call:
             len(self.shape) if self.dtype is not None else _UNKNOWN,
         ]
         body = [*head, *self.shape[:MAX_DIMS]]
-        return body + [0] * (_HEADER_WORDS - 2 - len(body)) + [self._digest(), int(self.refused)]
+        check = int.from_bytes(blake2b(self.said.encode(), digest_size=8).digest(), signed=True) if self.said else 0
+        return body + [0] * (_HEADER_WORDS - 3 - len(body)) + [check, self._digest(), int(self.refused)]
 
     def _digest(self) -> int:
         """0 where nothing is moved beside; else how much, and a check over what."""
@@ -103,6 +110,7 @@ class Call:
         shape = tuple(words[6 : 6 + dims]) if dims <= MAX_DIMS else f"{dims} dimensions"
         place = "" if device == 0 else f", on {DEVICES[device] if device > 0 else 'an unsupported device'}"
         more = f" and {words[-2] >> 32} tensors beside it (check {words[-2] & 0xFFFFFFFF:08x})" if words[-2] else ""
+        more += f" by an operator whose values have check {words[_SAID] & _MASK:016x}" if words[_SAID] else ""
         return f"{OPS[op]}(shape {shape}, {_name(dtype)}, out {_name(out_dtype)}, dim or source {arg}{place}){more}"
 
 
@@ -139,11 +147,13 @@ def is_alike(error: BaseException) -> bool:
 
 @contextmanager
 def named(call: Call) -> Iterator[None]:
-    """Ranks that disagree about several tensors know of their peers' but number and digest: each tells its own."""
+    """Ranks that disagree about what is in the header by digest know no more of their peers': each tells its own."""
     try:
         yield
     except ContractError as different:
-        raise alike(ContractError(f"{different}. This rank: {call.tensors()}")) from different
+        if not is_alike(different):
+            raise
+        raise alike(ContractError(f"{different}. This rank: {call.said or call.tensors()}")) from different
 
 
 class Refusals:
@@ -363,7 +373,9 @@ def check_heads(heads: torch.Tensor) -> None:
 
 
 def check_calls(calls: list[list[int]]) -> None:
-    """As ``check_heads``, from the words of each rank's call."""
+    """As ``check_heads``, from the words of each rank's call; one that says nothing of its operator fits any."""
+    said = next((call[_SAID] for call in calls if call[_SAID]), 0)
+    calls = [[*call[:_SAID], call[_SAID] or said, *call[_SAID + 1 :]] for call in calls]
     other = next((r for r, call in enumerate(calls) if call != calls[0]), None)
     if other is None:
         return
@@ -372,7 +384,7 @@ def check_calls(calls: list[list[int]]) -> None:
         ContractError(
             f"ranks make different calls: rank 0 has {Call.of(calls[0])}, rank {other} has {Call.of(calls[other])}; "
             + (f"refused on rank {', '.join(refusing)}, whose error says why; " if refusing else "")
-            + "every rank of a group must make the same call with one shape and dtype"
+            + "every rank of a group must make the same call with one shape and dtype, and give its operator the same"
         )
     )
 

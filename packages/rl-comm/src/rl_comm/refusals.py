@@ -165,16 +165,16 @@ def no_host_group(host_group: Any, group: Any) -> Exception | None:
 
 def unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any, backends: str) -> Exception | None:
     """Why a communicator can't be made of these."""
-    if transport not in TRANSPORTS:
-        return ContractError(f"transport={transport!r}; supported: {TRANSPORTS}")
+    if not isinstance(transport, str) or transport not in TRANSPORTS:
+        return ContractError(f"transport={transport!r:.80}; supported: {TRANSPORTS}")
     if transport in ("nccl", "peer_memory") and "nccl" not in backends:
         return MissingSupport(
             f"transport={transport!r} got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
         )
     if two_shot_bytes is not None and (not whole_number(two_shot_bytes) or two_shot_bytes < 0):
-        return ContractError(f"two_shot_bytes={two_shot_bytes!r}; supported: None or an integer of 0 or more bytes")
+        return ContractError(f"two_shot_bytes={two_shot_bytes!r:.80}; supported: None or an integer of 0 or more bytes")
     if not (whole_number(timeout_s) or isinstance(timeout_s, float)) or not timeout_s > 0:
-        return ContractError(f"timeout_s={timeout_s!r}; supported: seconds, more than 0")
+        return ContractError(f"timeout_s={timeout_s!r:.80}; supported: seconds, more than 0")
     if not isinstance(identity, str):
-        return ContractError(f"identity={identity!r}; supported: str")
+        return ContractError(f"identity={identity!r:.80}; supported: str")
     return None

@@ -1,12 +1,15 @@
 """What an operator may ask of its peers. rl-comm implements it; ``SingleRank`` is the world of one."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch._guards import detect_fake_mode
 
 from rl_contract import checks
+from rl_contract.devices import row_major_bytes
 from rl_contract.errors import ContractError
 
 
@@ -44,6 +47,39 @@ def gather_each(comm: Communicator, tensors: Sequence[torch.Tensor]) -> list[tor
     if each is None or len(tensors) == 1:
         return [comm.all_gather(x.detach(), dim=0) for x in tensors]
     return each(tensors)
+
+
+def gather_said(comm: Communicator, x: torch.Tensor, said: str, *, dim: int = 0) -> torch.Tensor:
+    """``comm.all_gather``; where ``comm`` has ``all_gather_said``, ranks that say something else are refused by it.
+
+    Args:
+        said: what the operator was given that all ranks must be given alike, as far as it is known without waiting for
+            a device; empty to compare nothing.
+    """
+    gather: Callable[..., torch.Tensor] | None = getattr(comm, "all_gather_said", None)
+    return comm.all_gather(x, dim=dim) if gather is None else gather(x, said, dim=dim)
+
+
+def said_of(operator: str, **given: Any) -> str:
+    """What an operator was given, for ``gather_said``: numbers, texts and types as they are, tensors on the CPU as a
+    check over their bytes, others as where they are; empty where a compiler looks on.
+    """
+    if torch.compiler.is_compiling():
+        return ""
+    read = [x for x in given.values() if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+    if read and detect_fake_mode(read) is not None:
+        return ""
+    return f"{operator}({', '.join(f'{name}={_said(x)}' for name, x in given.items())})"
+
+
+def _said(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        # 1, 1.0 and NumPy's are one number
+        return repr(float(x)) if isinstance(x, (float, np.floating)) else str(x)
+    if x.device.type != "cpu":
+        return f"a tensor on {x.device.type}"
+    check = zlib.crc32(row_major_bytes(x).numpy().data)
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} (check {check:08x})"
 
 
 def refuse(problem: Exception, *peers: Any, given: Sequence[Any] = ()) -> None:

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from rl_contract.errors import ContractError
+
 T = TypeVar("T")
 
 
@@ -35,6 +37,13 @@ class ThreadRank:
         self, partial: torch.Tensor, *, dim: int = 0, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         return self.all_reduce(partial, out_dtype=out_dtype).chunk(self.world_size, dim)[self.rank].contiguous()
+
+    def all_gather_said(self, x: torch.Tensor, said: str, *, dim: int = 0) -> torch.Tensor:
+        every = self.everyone(said)
+        other = next((r for r, theirs in enumerate(every) if theirs != every[0]), None)
+        if other is not None:
+            raise ContractError(f"ranks were given different values: rank 0 {every[0]}, rank {other} {every[other]}")
+        return self.all_gather(x, dim=dim)
 
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
         return torch.cat(self.everyone(x), dim)

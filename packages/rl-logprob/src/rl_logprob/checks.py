@@ -10,7 +10,7 @@ from rl_contract import ContractError, MissingSupport
 from rl_contract.checks import tensor_problem, whole_number
 from rl_logprob.contract import MAX_VOCAB_TILE
 
-_FP32_MAX = torch.finfo(torch.float32).max
+_FP32_MAX, _FP32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 def number(value: Any) -> bool:
@@ -122,30 +122,42 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
         refuse_temperature(one)
         return one.expand(rows).contiguous()
     value = float(one)
-    if not 0 < value < float("inf"):
+    if not _FP32_TINY <= value < float("inf"):
         refuse_temperature(one)
     return torch.full((0 if value == 1.0 else rows,), value, dtype=torch.float32, device=device)
 
 
+def said_temperature(given: float | Tensor, rows: Tensor) -> float | Tensor:
+    """What ranks compare of a temperature whose ``row_temperature`` is ``rows``: one number where that is known."""
+    if not rows.is_cuda:
+        return float(rows[0]) if len(rows) and bool((rows == rows[0]).all()) else rows
+    if isinstance(given, Tensor) and (given.is_cuda or given.dim()):
+        return rows
+    return float(np.float32(float(given)))
+
+
 def refuse_temperature(value: Tensor) -> None:
-    """Raise if a temperature is not positive and finite."""
-    bad = ~((value > 0) & torch.isfinite(value))
+    """Raise if a temperature is not positive and finite, or so small that fp32 has not all of its bits."""
+    bad = ~((value >= _FP32_TINY) & torch.isfinite(value))
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ContractError(
-            f"temperature {float(value[row])} in row {row}; supported: positive and finite; "
+            f"temperature {float(value[row])} in row {row}; supported: positive and finite, at least {_FP32_TINY:.3g}; "
             "score greedy tokens at temperature 1, which is also what the trainer must use then"
         )
 
 
-def refuse_nonfinite(state: Tensor) -> None:
-    """Raise if a row's state is NaN: its logits hold a NaN or +inf, or nothing above -inf."""
+def refuse_nonfinite(state: Tensor, temperature: Tensor) -> None:
+    """Raise if a row's state is NaN: its logits / temperature hold a NaN or +inf, or nothing above -inf."""
     bad = torch.isnan(state[:, 0])
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
+        held = float(temperature[row]) if temperature.numel() else 1.0
+        divided = f" once divided by temperature {held:g}" if held < 1 else ""
         raise ContractError(
-            f"logits of row {row} hold a NaN, +inf or no finite value ({int(bad.sum())} such rows); "
+            f"logits of row {row} hold a NaN, +inf or no finite value{divided} ({int(bad.sum())} such rows); "
             "a log-probability is defined for finite logits only; look for the first nonfinite activation or weight"
+            + (", or take a larger temperature" if divided else "")
         )
 
 
@@ -158,4 +170,4 @@ def refuse_rows(logp: Tensor, state: Tensor, targets: Tensor, temperature: Tenso
         return
     refuse_targets(targets, vocab_size)
     refuse_temperature(temperature)
-    refuse_nonfinite(state)
+    refuse_nonfinite(state, temperature)

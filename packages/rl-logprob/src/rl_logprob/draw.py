@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator, ContractError
-from rl_contract.communicator import refuse
+from rl_contract.communicator import gather_said, refuse, said_of
 from rl_contract.memory import reach
 from rl_contract.tokens import check_peers
 from rl_logprob import gpu, ops
@@ -55,10 +55,15 @@ def draw_scored(
             above -inf. Such a row gets id 0 and a NaN; its rank means nothing.
         out: int64 [3, T], contiguous, is filled; see ``unpack``. It shares no memory with the others.
         comm: ranks that share the vocabulary and are given the same rows; each gets the results of all ids, those of
-            one rank that holds all columns. On a GPU 48 bytes a row cross ranks, and 512 where they share a tile.
+            one rank that holds all columns. On a GPU 48 bytes a row cross ranks, and 512 where they share a tile. Where
+            it compares what ranks say (as ``TreeCommunicator`` does, in the call that is made anyway), those that give
+            another ``vocab_size``, ``vocab_tile`` or number of rows or columns are refused, and on a CPU other seeds,
+            positions, temperatures or kinds. Not compared: tensors on a GPU, which nothing looks at, and the calls of
+            a replayed graph.
 
     Raises:
-        ContractError: types, shapes, devices or memory. MissingSupport: a device without kernels.
+        ContractError: types, shapes, devices or memory; on every rank, ranks that were given different values of what
+            ``comm`` compares. MissingSupport: a device without kernels.
     """
     try:
         check_peers("draw_scored", comm, None)
@@ -95,15 +100,20 @@ def _draw_scored(
     if logits.is_cuda:
         k = gpu.ready(logits)
         gpu.check_tile(vocab_tile)
-    if not rows:
-        return
     if shared is not None:
-        if k is not None and logits.shape[1] >= GPU_TILE:
+        said = said_of(
+            "draw_scored", vocab_size=vocab_size, vocab_tile=vocab_tile, columns=logits.shape[1], seeds=seeds,
+            positions=positions, temperature=temperature, kinds=kinds,
+        )  # fmt: skip
+        if rows and k is not None and logits.shape[1] >= GPU_TILE:
             own = logits if logits.stride(1) == 1 else logits.contiguous()
-            k.draw_ranks.draw(own, seeds, positions, temperature, kinds, vocab_size, bad, out, shared)
+            k.draw_ranks.draw(own, seeds, positions, temperature, kinds, vocab_size, bad, out, shared, said)
             gpu.record("triton_draw_ranks.draw")
             return
-        logits = shared.all_gather(logits.contiguous(), dim=1)
+        # also of no rows: peers that have some learn of it
+        logits = gather_said(shared, logits.contiguous(), said, dim=1)
+    if not rows:
+        return
     if k is not None:
         columns = logits if logits.stride(1) == 1 else logits.contiguous()
         k.draw.draw(columns, seeds, positions, temperature, kinds, vocab_size, bad, out)

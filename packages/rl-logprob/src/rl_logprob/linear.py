@@ -10,13 +10,21 @@ from torch import Tensor
 
 from rl_contract import Communicator, ContractError, SingleRank, TokenShards
 from rl_contract.checks import whole_number
-from rl_contract.communicator import refuse
+from rl_contract.communicator import refuse, said_of
 from rl_contract.gradients import apart
 from rl_contract.tokens import check_peers
 from rl_logprob import gpu, linear_cpu, linear_gpu, linear_shared, ops
-from rl_logprob.checks import check_targets, check_tensor, check_vocab, refuse_nonfinite, refuse_rows, row_temperature
+from rl_logprob.checks import (
+    check_targets,
+    check_tensor,
+    check_vocab,
+    refuse_nonfinite,
+    refuse_rows,
+    row_temperature,
+    said_temperature,
+)
 from rl_logprob.scores import Nonfinite
-from rl_logprob.support import Support, SupportIds, check_support, refuse_empty
+from rl_logprob.support import Support, SupportIds, check_support, refuse_empty, said_support
 
 
 @overload
@@ -99,7 +107,11 @@ def linear_logprob(
         vocab_size: the real vocabulary; rows from there on are padding and take no part, whatever they hold.
         temperature: positive number, or fp32 [T].
         vocab_tile: ids per tile; belongs to the contract.
-        comm: the t ranks that share the vocabulary; ``None`` is a world of one.
+        comm: the t ranks that share the vocabulary; ``None`` is a world of one. Where it compares what ranks say (as
+            ``TreeCommunicator`` does, in the call that is made anyway), those that give another ``vocab_size``,
+            ``vocab_tile``, ``leaves``, ``return_entropy``, number of rows, type or temperature are refused, and on a
+            CPU other targets or another support. Not compared: hidden itself, tensors on a GPU, and anything inside
+            of what a compiler has traced.
         leaves: G of the tree over the padded vocabulary in hidden's gradient; a power of two, a multiple of t.
         return_entropy: also return the entropy of each row, in nats.
         nonfinite: ``"raise"``, which on a GPU waits for the device once, or ``"nan"``, which never does: a row that
@@ -121,7 +133,8 @@ def linear_logprob(
     Raises:
         ContractError: types, shapes, a target or a temperature out of range, shards that are not whole tiles or too
             small for the vocabulary, leaves that do not fit, rows whose logits are not finite, a support made at
-            another temperature, or, on a CPU, one that keeps no id of a row.
+            another temperature, or, on a CPU, one that keeps no id of a row; on every rank, ranks that were given
+            different values of what ``comm`` compares.
         MissingSupport: a device without kernels.
     """
     try:
@@ -151,9 +164,16 @@ def linear_logprob(
         if grad:
             weight, hidden = apart(weight, hidden)
         room = 0 if not grad or not hidden.is_cuda else gpu.room(len(hidden)) if keep_logits == "auto" else keep_logits
+        said = ""
+        if comm.world_size > 1:
+            said = said_of(
+                "linear_logprob", vocab_size=vocab_size, vocab_tile=vocab_tile, leaves=leaves,
+                temperature=said_temperature(temperature, temp), return_entropy=bool(return_entropy), targets=targets,
+                hidden=hidden.dtype, H=hidden.shape[1], weight=weight.dtype, rows=len(weight), **said_support(support),
+            )  # fmt: skip
         given = (
             hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, support,
-            return_rescued,
+            return_rescued, said,
         )  # fmt: skip
         if grad or not hidden.is_cuda:
             logp, entropy, rescued = _LinearLogprob.apply(
@@ -200,20 +220,20 @@ def _by_row(temperature: float | Tensor) -> bool:
 def _score(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
     vocab_tile: int, leaves: int, with_entropy: bool, strict: bool, keep_logits: int, support: Support | None,
-    with_rescued: bool,
+    with_rescued: bool, said: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, list[gpu.Kept]]:  # fmt: skip
     """logp fp32 [T]; entropy and rescued where asked for; state fp64 [T, 3] and logits that are kept."""
     logits: list[gpu.Kept] = []
     if hidden.is_cuda:
         x, logp, state, logits = linear_gpu.forward(
-            hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits, support
+            hidden, weight, targets, temperature, comm, vocab_size, with_entropy, leaves, keep_logits, support, said
         )
     else:
         x, state = linear_cpu.forward(
-            hidden, weight, targets, temperature, comm, vocab_size, vocab_tile, with_entropy, support
+            hidden, weight, targets, temperature, comm, vocab_size, vocab_tile, with_entropy, support, said
         )
         if strict:
-            refuse_nonfinite(state)
+            refuse_nonfinite(state, temperature)
         logp = ops.selected(x, state)
     if hidden.is_cuda and strict:
         refuse_rows(logp, state, targets, temperature, vocab_size)
@@ -263,14 +283,14 @@ class _LinearLogprob(torch.autograd.Function):
                     needs_hidden=needs_hidden,
                     needs_weight=needs_weight,
                 )
-                return None, None, *grads, *[None] * 11
+                return None, None, *grads, *[None] * 12
             dhidden = None
             if needs_hidden:
                 dhidden = _gradients(
                     ctx, ctx.comm, weight, *rows, support=ctx.support, needs_hidden=True, needs_weight=False
                 )[0]
             ctx.logits = None
-            return None, None, dhidden, linear_shared.weight_gradient(_gradients, ctx, weight, rows), *[None] * 11
+            return None, None, dhidden, linear_shared.weight_gradient(_gradients, ctx, weight, rows), *[None] * 12
         except Exception as problem:
             refuse(problem, ctx.comm, ctx.tokens, given=(dlogp,))
             raise

@@ -9,6 +9,7 @@ from torch import Tensor
 import rl_gemm
 import rl_gemm.ops
 from rl_contract import Communicator
+from rl_contract.communicator import gather_said
 from rl_contract.gradients import main_grad_of
 from rl_logprob import ops
 from rl_logprob.checks import real_rows
@@ -20,11 +21,11 @@ CHUNK_ELEMENTS = 1 << 22
 
 def forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
-    vocab_tile: int, entropy: bool, support: Support | None,
+    vocab_tile: int, entropy: bool, support: Support | None, said: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x fp32 [T] of the targets; state fp64 [T, 3]."""
+    """x fp32 [T] of the targets; state fp64 [T, 3]. ``said`` is what ranks must have been given alike."""
     m, s, u, x = _local_stats(hidden, weight, targets, temperature, comm.rank, vocab_size, vocab_tile, entropy, support)
-    m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm)
+    m, s, u, x = _exchange(m, s, u, x, targets, weight.shape[0], comm, said)
     return x, ops.merge_tiles(m, s, u)
 
 
@@ -131,14 +132,14 @@ def _local_stats(
 
 
 def _exchange(
-    m: Tensor, s: Tensor, u: Tensor, x: Tensor, targets: Tensor, rows: int, comm: Communicator
+    m: Tensor, s: Tensor, u: Tensor, x: Tensor, targets: Tensor, rows: int, comm: Communicator, said: str = ""
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One gather of every rank's tiles and target logits; tiles come back in id order, x from the rank that owns it."""
     if comm.world_size == 1:
         return m, s, u, x
     tokens = len(m)
     words = [m.view(torch.int32), s.view(torch.int32), u.view(torch.int32), x[:, None].view(torch.int32)]
-    packed = comm.all_gather(torch.cat(words, dim=1)[None], dim=0)  # [t, T, words]
+    packed = gather_said(comm, torch.cat(words, dim=1)[None], said)  # [t, T, words]
     parts = packed.split([w.shape[1] for w in words], dim=2)
 
     def in_id_order(part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator
+from rl_contract.communicator import gather_said
 from rl_contract.gradients import main_grad_of
 from rl_logprob import gpu, gpu_grad
 from rl_logprob.checks import real_rows
@@ -18,10 +19,10 @@ from rl_logprob.support import Support
 @torch.compiler.disable
 def forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, comm: Communicator, vocab_size: int,
-    entropy: bool, leaves: int = 1, keep_logits: int = 0, support: Support | None = None,
+    entropy: bool, leaves: int = 1, keep_logits: int = 0, support: Support | None = None, said: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, list[gpu.Kept]]:  # fmt: skip
     """x fp32 [T] of the targets, NaN for one outside the vocabulary; its log-probability fp32 [T]; state fp64 [T, 3];
-    logits kept, by block of tokens.
+    logits kept, by block of tokens. ``said`` is what ranks must have been given alike.
     """
     scores = gpu.ready(hidden).scores
     rows = weight.shape[0]
@@ -36,6 +37,9 @@ def forward(
         step = -(-tokens // -(-tokens // step) // 128) * 128
     logits: list[gpu.Kept] = []
     first_id = comm.rank * rows
+    if not tokens and not alone:
+        # peers that have rows learn of it
+        gather_said(comm, x[None], said)
     for begin in range(0, tokens, step):
         part = slice(begin, min(begin + step, tokens))
         h, goal, temp, own, out = hidden, targets, temperature, support, (x, state, logp)
@@ -57,7 +61,7 @@ def forward(
             gpu.record("triton_scores.score")
         else:
             # ranks' numbers are added, so a NaN has to wait until they are
-            here, whole = _exchange(out[0], found, comm, entropy)
+            here, whole = _exchange(out[0], found, comm, entropy, said)
             out[0].copy_(torch.where((goal >= 0) & (goal < vocab_size), here, torch.nan))
             out[1].copy_(whole)
             gpu.record("triton_scores.merge")
@@ -71,13 +75,13 @@ def _part(temperature: Tensor, part: slice) -> Tensor:
 
 
 def _exchange(
-    x: Tensor, found: tuple[Tensor, Tensor, Tensor], comm: Communicator, entropy: bool
+    x: Tensor, found: tuple[Tensor, Tensor, Tensor], comm: Communicator, entropy: bool, said: str = ""
 ) -> tuple[Tensor, Tensor]:
     """x of whichever rank holds the target, and the state over all ranks: 4 bytes a token, then 24."""
     ranks = gpu.kernels().ranks
     m, s, u = found
     top = ranks.rank_top(m) if m.shape[0] else torch.full_like(x, -torch.inf)
-    top = comm.all_gather(top[None], dim=0).amax(0)
+    top = gather_said(comm, top[None], said).amax(0)
     sums = ranks.rank_sums(m, s, u, top) if m.shape[0] else torch.zeros((2, len(x)), dtype=torch.int64, device=x.device)
     # every rank but the owner of a target holds +0, whose bit pattern is 0
     mine = torch.cat([sums, x.view(torch.int32)[None].to(torch.int64)])

@@ -43,7 +43,7 @@ def _refuse(state: Tensor, temperature: Tensor) -> None:
         nothing = torch.empty(0, dtype=torch.int64)
         refuse_rows(state[:, 0], state, nothing, temperature, 1)
     else:
-        refuse_nonfinite(state)
+        refuse_nonfinite(state, temperature)
 
 
 @overload

@@ -232,6 +232,13 @@ def check_support(
         raise ContractError(f"support lists ids {int(held.min())}..{int(held.max())}; supported: 0..{vocab_size - 1}")
 
 
+def said_support(support: Support | None) -> dict[str, Any]:
+    """What ranks compare of a support: which kind it is, and on a CPU what it holds."""
+    if isinstance(support, SupportKey):
+        return {"threshold": support.threshold, "last_id": support.last_id}
+    return {"support": None} if support is None else {"ids": support.ids, "starts": support.starts}
+
+
 def _short_temperature(temperature: float | Tensor | None, rows: int) -> float | Tensor | None:
     """As a key holds it: a copy on the CPU, one number where all rows have the same."""
     if isinstance(temperature, Tensor):

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_contract import Communicator
+from rl_contract.communicator import gather_said
 from rl_logprob.triton_draw import BLOCK, TILES, WARPS, cut, draw_kernel, most_parts, temperature_of
 from rl_logprob.triton_scores import _log_total, _logp, _rows_sums, _rows_top
 from rl_logprob.triton_tiles import STAT_TILE
@@ -193,13 +194,13 @@ class Step:
 
 def draw(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, kinds: Tensor, vocab_size: int, bad: Tensor,
-    out: Tensor, comm: Communicator,
+    out: Tensor, comm: Communicator, said: str = "",
 ) -> None:  # fmt: skip
-    """As ``triton_draw.draw``, of logits fp32 [T, C] of this rank; C is at least 128."""
+    """As ``triton_draw.draw``, of logits fp32 [T, C] of this rank, C at least 128; its first call compares ``said``."""
     edge = logits
     if logits.shape[1] % STAT_TILE:
-        edges = comm.all_gather(logits[:, :STAT_TILE].contiguous()[None], dim=0)
+        edges = gather_said(comm, logits[:, :STAT_TILE].contiguous()[None], said)
         edge = edges[min(comm.rank + 1, comm.world_size - 1)]
     step = Step(logits, edge, seeds, positions, temperature, kinds, comm.rank, vocab_size)
-    mine = step.pick(comm.all_gather(step.best[None], dim=0), bad, out)
+    mine = step.pick(gather_said(comm, step.best[None], said), bad, out)
     step.finish(comm.all_gather(mine[None], dim=0), out)
