@@ -122,15 +122,25 @@ def test_a_version_is_a_policy_version_to_whoever_takes_one(tmp_path, given):
     assert os.listdir(tmp_path) == ["v"]
 
 
-@pytest.mark.parametrize("given", [None, "", 3, b"x", torch.zeros(2)])
+@pytest.mark.parametrize("given", [None, "", 3, b"x", torch.zeros(2), "a\0b"])
 def test_what_is_no_path_and_no_manifest_is_refused_by_name(tmp_path, given):
     manifest = Manifest.from_tensors(tensors())
     version = PolicyVersion("run", 0, manifest.digest)
     refused(lambda: read_weights(given), "read_weights got the path")
     refused(lambda: write_weights(given, tensors(), version, manifest), "got the path")
+    refused(lambda: Loan("cpu", given), "Loan got the path")
     refused(lambda: write_weights(tmp_path / "w", tensors(), version, given), "got the manifest")
     refused(lambda: manifest.differences(given), "got the manifest")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["file/v", "file/a/v", "/proc/v", "/proc/a/v", "/dev/null/v", "n" * 300])
+def test_a_place_that_takes_no_weights_is_refused_by_name(tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    refused(lambda: write(tmp_path / place), f"{tmp_path / place} cannot be made (", "; give a place in a folder")
+    refused(lambda: StepLedger(tmp_path / place, run_id="run"), f"ledger {tmp_path / place} cannot be opened (")
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_names_of_a_manifests_digests_are_text():

@@ -28,10 +28,21 @@ def reading(what: str, advice: str) -> Iterator[None]:
         raise ContractError(f"{what} ({error!r}); {advice}") from error
 
 
+@contextmanager
+def making(what: str) -> Iterator[None]:
+    """Turn what a file system does not take, found inside, into ``ContractError``."""
+    try:
+        yield
+    except OSError as error:
+        raise ContractError(f"{what} cannot be made ({error}); give a place in a folder that takes files") from error
+
+
 def path_of(where: str, given: str | os.PathLike[str]) -> Path:
     """The path; ContractError that says what ``where`` was given instead of one."""
-    if not isinstance(given, (str, os.PathLike)) or not str(given):
-        raise ContractError(f"{where} got the path {given!r:.80}; supported: a str or a pathlib.Path")
+    if not isinstance(given, (str, os.PathLike)) or not str(given) or "\0" in str(given):
+        raise ContractError(
+            f"{where} got the path {given!r:.80}; supported: a str or a pathlib.Path, without null bytes"
+        )
     return Path(given)
 
 

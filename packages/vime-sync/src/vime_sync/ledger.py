@@ -197,8 +197,8 @@ class StepLedger(Timeline):
         self._apply(change)
 
     def _open(self, path: Path) -> None:
-        fresh = not path.exists()
         with reading(f"ledger {path} cannot be opened", "give the path of a file"):
+            fresh = not path.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
         try:

@@ -17,6 +17,7 @@ import torch
 
 from rl_contract import ContractError, MissingSupport
 from vime_sync.digest import WEIGHT_DIGEST, check_algorithm
+from vime_sync.files import path_of
 from vime_sync.manifest import DTYPES, Manifest, named_pairs
 from vime_sync.raw import bytes_problem
 
@@ -52,7 +53,7 @@ class Loan(Mapping[str, torch.Tensor]):
                 f"memory of {self.device} cannot be lent: this process sees {torch.cuda.device_count()} CUDA devices; "
                 "lend memory of the host with Loan('cpu')"
             )
-        self._folder = Path(folder)
+        self._folder = path_of("Loan", folder)
         self._file: Path | None = None
         self._region: torch.Tensor | None = None
         self._shared: tuple[Any, ...] | None = None

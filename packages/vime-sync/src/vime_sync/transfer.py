@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_contract import ContractError
-from vime_sync.files import DAMAGE, path_of, read_json, reading
+from vime_sync.files import DAMAGE, making, path_of, read_json, reading
 from vime_sync.lend import Loan, check_description
 from vime_sync.manifest import DTYPES, Manifest, check_manifest, described, named_pairs
 from vime_sync.raw import bytes_problem
@@ -40,7 +40,8 @@ def write_weights(
 ) -> Path:
     """Write the tensors of ``manifest`` into the new directory ``directory`` and return its path.
 
-    Files are written and flushed in a hidden sibling which is renamed at the end, so that no reader ever sees a part.
+    Files are written and flushed in a hidden sibling which is renamed at the end, so that no reader ever sees a part; a
+    place where that cannot be made is refused.
     Tensors come over to the host one file (``max_file_bytes``) at a time. They are not digested again: bytes that
     differ from the manifest's are written, and refused by ``read_weights`` and ``Publisher.publish``.
 
@@ -78,8 +79,8 @@ def lend_weights(
         source: what the loan was filled from, digested in its place.
 
     Raises:
-        ContractError: the directory exists, the loan is closed or not filled, or the version carries another digest
-            than its manifest.
+        ContractError: the directory exists or cannot be made, the loan is closed or not filled, or the version carries
+            another digest than its manifest.
     """
     manifest = loan.manifest
     source = loan if source is None else source
@@ -99,12 +100,15 @@ def _write(
 ) -> Path:
     target = path_of("a push of weights", directory)
     check_version(f"a push to {target}", version)
-    if target.exists():
+    with making(str(target)):
+        exists = target.exists()
+    if exists:
         raise ContractError(f"{target} exists; a version is written once, give a new directory")
     if not manifest.digest.startswith(version.digest):
         raise ContractError(f"version {version} does not carry the manifest's digest {manifest.digest[:12]}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    with making(str(target)):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
         described = {"version": f"{version.run_id}:{version.step}:{manifest.digest}", **fill(staging)}
         described["manifest"] = json.loads(manifest.to_json())
