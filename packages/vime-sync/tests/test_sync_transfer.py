@@ -100,6 +100,34 @@ def test_what_is_no_list_of_tensors_is_refused_by_name(tmp_path, given):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.ones(3, device="meta"), "a meta tensor"),
+        (lambda: torch.ones(3).to_sparse(), "torch.sparse_coo"),
+        (lambda: torch.ones(3, 3).to_sparse_csr(), "torch.sparse_csr"),
+        (lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged), "nested"),
+        (torch.nn.UninitializedParameter, "UninitializedParameter"),
+        (torch.nn.UninitializedBuffer, "UninitializedBuffer"),
+    ],
+)
+def test_a_tensor_without_bytes_is_refused_by_name(tmp_path, make, kind):
+    named = {"x": torch.zeros(3), "w": make(), "n": torch.tensor(float("nan"))}
+    problem = f"w is {kind}"
+    refused(lambda: Manifest.from_tensors(named), problem, "; supported: ", "n holds 1 NaN")
+    refused(lambda: Manifest.from_tensors(named, algorithm="sha256"), problem)
+    manifest = Manifest.from_tensors({"x": torch.zeros(3), "w": torch.ones(3)})
+    version = PolicyVersion("run", 0, manifest.digest)
+    refused(lambda: write_weights(tmp_path / "v", named, version, manifest), problem, "n is not in the manifest")
+    with Loan("cpu", tmp_path) as loan:
+        refused(lambda: loan.fill(named), problem)
+        # it is bound to nothing
+        assert loan.fill({"x": torch.zeros(3), "w": torch.ones(3)}) == manifest
+        assert len(os.listdir(tmp_path)) == 1
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_value_that_is_no_tensor_is_refused_by_name(tmp_path):
     refused(lambda: Manifest.from_tensors({"x": None, "y": [1]}), "x is a NoneType", "y is a list")
     manifest = Manifest.from_tensors({"x": torch.zeros(1)})
