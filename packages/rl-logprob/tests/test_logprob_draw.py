@@ -136,3 +136,26 @@ def test_a_rank_with_too_few_columns_is_refused():
     # the other one, which waits among threads, ends with it
     with pytest.raises(ContractError, match=r"logits have shape \(9, 349\); needs \[T, at least vocab_size=350\]"):
         on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"vocab_size": V - 1}, "vocab_size=699"),
+        ({"vocab_tile": 256}, "vocab_tile=256"),
+        ({"seeds": torch.arange(ROWS)}, "seeds=int64"),
+        ({"rows": 0}, r"seeds=int64 \[0\]"),
+    ],
+)
+def test_ranks_given_other_values_are_refused(given, named):
+    def rank(comm):
+        own = given if comm.rank else {}
+        rows = own.get("rows", ROWS)
+        logits, seeds, *rest = (x[:rows] for x in batch())
+        seeds = own.get("seeds", seeds)
+        kw = {"vocab_size": V, "vocab_tile": 512, **{k: v for k, v in own.items() if k.startswith("vocab")}}
+        bad, out = torch.zeros(1, dtype=torch.int64), torch.full((3, rows), -7)
+        draw.draw_scored(logits[:, :350].contiguous(), seeds, *rest, bad=bad, out=out, comm=comm, **kw)
+
+    with pytest.raises(ContractError, match=rf"different values: rank 0 draw_scored.*rank 1 .*{named}"):
+        on_ranks(2, rank)

@@ -1,5 +1,7 @@
 """Log-probability from hidden states: the bits of materialised logits, of every world size, and right gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import rl_gemm
 import rl_logprob as lp
 from rl_contract import ContractError, SingleRank, TokenShards, launches, reset_launches, shares
 from rl_contract.testing import ThreadRank, on_ranks
-from rl_logprob import linear, linear_cpu
+from rl_logprob import linear, linear_cpu, linear_gpu
 
 
 def bits(x):
@@ -320,3 +322,53 @@ def test_peers_of_another_kind_are_refused_at_once(given, words):
     h, w = torch.randn(3, 8), torch.randn(512, 8)
     with pytest.raises(ContractError, match=words):
         lp.linear_logprob(h, w, torch.zeros(3, dtype=torch.int64), vocab_size=500, **given)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, torch.tensor([1.0, 1e-40, 1.0])])
+def test_a_temperature_that_fp32_holds_in_part_is_refused_by_name(temperature):
+    h, w, targets = torch.randn(3, 8), torch.randn(512, 8), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ContractError, match=r"temperature 9\.99\d*e-41 in row [01]; supported: .* at least 1\.18e-38"):
+        lp.linear_logprob(h, w, targets, vocab_size=500, temperature=temperature)
+    with pytest.raises(ContractError, match="once divided by temperature 2e-38"):
+        lp.linear_logprob(h * 1e3, w, targets, vocab_size=500, temperature=2e-38)
+    # the smallest that is taken is used as it is
+    tiny = torch.finfo(torch.float32).tiny
+    small = lp.linear_logprob(torch.zeros(3, 8), w, targets, vocab_size=500, temperature=tiny)
+    assert torch.equal(small, lp.linear_logprob(torch.zeros(3, 8), w, targets, vocab_size=500))
+
+
+def test_no_rows_on_one_rank_is_told_on_a_gpu_too(monkeypatch):
+    """The GPU's way without kernels: what has no rows makes the call that peers wait in, and says what it was given."""
+    monkeypatch.setattr(linear_gpu.gpu, "ready", lambda x: SimpleNamespace(scores=None))
+    met = []
+
+    class Heard(ThreadRank):
+        def all_gather_said(self, x, said, *, dim=0):
+            met.append((tuple(x.shape), said))
+            return super().all_gather_said(x, said, dim=dim)
+
+    def none(comm, said):
+        h, targets, w = torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64), torch.zeros(512, 8)
+        x, logp, state, kept = linear_gpu.forward(
+            h, w, targets, torch.empty(0), comm, 900, True, leaves=2, said=said
+        )  # fmt: skip
+        assert (len(x), len(logp), tuple(state.shape), kept) == (0, 0, (0, 3), [])
+
+    on_ranks(2, lambda comm: none(comm, "op(rows=0)"), kind=Heard)
+    assert met == [((1, 0), "op(rows=0)")] * 2
+    with pytest.raises(ContractError, match=r"different values: rank 0 op\(rows=0\), rank 1 op\(rows=1\)"):
+        on_ranks(2, lambda comm: none(comm, f"op(rows={comm.rank})"), kind=Heard)
+    none(SingleRank(), "")
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.8}, {"leaves": 4}, {"vocab_size": 99}, {"return_entropy": True}])
+def test_ranks_given_other_values_are_refused(given):
+    h, w, targets = make(5, 24, 100, 16)
+    usual = {"vocab_size": 100, "vocab_tile": 16, "leaves": 2, "temperature": 0.7}
+
+    def rank(comm):
+        own = {**usual, **given} if comm.rank else usual
+        return lp.linear_logprob(h, w.chunk(2)[comm.rank], targets % 99, comm=comm, **own)
+
+    with pytest.raises(ContractError, match="ranks were given different values: rank 0 linear_logprob"):
+        on_ranks(2, rank)
