@@ -72,22 +72,38 @@ def install_everything(session: nox.Session) -> None:
     install_projects(session, list(PROJECTS))
 
 
+def run_parity(session: nox.Session, *arguments: str) -> None:
+    out = ROOT / "runs" / "parity"
+    if not arguments:
+        shutil.rmtree(out, ignore_errors=True)
+    session.run("rl-parity", "run", *(arguments or [*PARITY_RUN.split(), "--out", str(out)]))
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    session.install(*GROUPS["test"], *GROUPS["tools"])
+    session.run("python", "-m", "pytest", "-m", "not gpu", *arguments)
+
+
 @nox.session
 def parity(session: nox.Session) -> None:
     """Five GRPO steps on both arms; ends with 0 only if the strict arm is equal bit for bit."""
     install_everything(session)
-    out = ROOT / "runs" / "parity"
-    if not session.posargs:
-        shutil.rmtree(out, ignore_errors=True)
-    session.run("rl-parity", "run", *(session.posargs or [*PARITY_RUN.split(), "--out", str(out)]))
+    run_parity(session, *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU, engines included; paths or pytest options may follow ``--``."""
     install_everything(session)
-    session.install(*GROUPS["test"], *GROUPS["tools"])
-    session.run("python", "-m", "pytest", "-m", "not gpu", *(session.posargs or ["packages", "integrations", "tests"]))
+    run_tests(session, *(session.posargs or ["packages", "integrations", "tests"]))
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """``parity`` and the tests that need the engines, of integrations and across packages, in one environment."""
+    install_everything(session)
+    run_parity(session)
+    run_tests(session, "integrations", "tests", *session.posargs)
 
 
 @nox.session
