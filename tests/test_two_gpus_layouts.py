@@ -57,7 +57,7 @@ def calls(tool, monkeypatch, tmp_path):
     where = {"gpu": ["x", "x"], "torch": "t", "nccl": "n"}
 
     def call(letters, commit, answer, *more, **other):
-        monkeypatch.setattr(tool, "machine", lambda: where | other)
+        monkeypatch.setattr(tool, "machine", lambda number: where | other)
         monkeypatch.setattr(tool, "run_together", lambda names, s, b, note: [note(name, answer) for name in names])
         layouts = ["--layouts", letters] if letters else []
         words = ["two_gpus", "--json", str(path), "--parts", *(more or ["parity"]), *layouts, "--commit", commit]
