@@ -292,8 +292,9 @@ def test_trace_of_a_step_shows_no_stock_kernel_inside_the_model(checkpoint, tmp_
     traces = []
     for mode in ("eager", "graphs"):
         with started(checkpoint, "v2", **MODES[mode]) as (llm, _):
-            for name, prompts in (("prefill", PROMPTS), ("decode", [[7]] * 64)):
-                params = PARAMS if name == "prefill" else [sampled(i, tokens=4) for i in range(64)]
+            # the next pass may begin with the first request alone: the one that needs a walk
+            for name, prompts in (("prefill", PROMPTS[::-1]), ("decode", [[7]] * 64)):
+                params = PARAMS[::-1] if name == "prefill" else [sampled(i, tokens=4) for i in range(64)]
                 generate(llm, prompts, params)
                 assert llm.reset_prefix_cache()
                 if name == "decode":
@@ -307,7 +308,7 @@ def test_trace_of_a_step_shows_no_stock_kernel_inside_the_model(checkpoint, tmp_
     boundaries = ("gemm", "attn_fwd", "norm", "rotary", "swiglu")
     kernels = {name for f in found for name in f.ours}
     assert all(any(b in name for name in kernels) for b in boundaries), kernels
-    # 64 rows of one token each: segments and the fold that joins them, and no walk
+    # rows of one token each: a decode, of which sm90 has its own, and the fold that joins its segments, and no walk
     for f in found[1::2]:
         names = {name for name in f.ours if name.startswith("attn_")}
-        assert {name.split("_")[1] for name in names} == {"segments", "fold"}, names
+        assert {name.split("_")[1] for name in names} in ({"segments", "fold"}, {"few", "fold"}), names
