@@ -26,7 +26,6 @@ from vime_sync import Manifest, ModelShape, PolicyVersion, shard_digests, write_
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
-from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 CONFIG = tiny_config()
 SHAPE = ModelShape.from_hf_config(CONFIG)
@@ -288,13 +287,7 @@ def test_off_native_engine_beside_a_strict_one_is_untouched(strict, checkpoint, 
         assert report["sampler"].startswith("vllm.")
         with pytest.raises(ContractError, match="mode is 'audit'"):
             rl_vllm.assert_strict(llm, profile)
-        try:
-            audited = one_by_one(llm)
-        except EngineDeadError:
-            # what a host that has AMX and does not permit it ends with, in vLLM's cpu_attention_with_kv_cache
-            if not torch.cpu._is_amx_tile_supported():
-                raise
-            pytest.skip("vLLM's own attention takes AMX, which this host does not permit")
+        audited = one_by_one(llm)
         assert not rl_vllm.report(llm)[0]["launches"]
         client = rl_vllm.VllmEngineClient(llm)
         with pytest.raises(Exception, match="push weights first"):
@@ -304,7 +297,8 @@ def test_off_native_engine_beside_a_strict_one_is_untouched(strict, checkpoint, 
         push(client, tmp_path, WEIGHTS, 2)
         assert_same(one_by_one(llm), audited)
     monkeypatch.setenv("VLLM_PLUGINS", "")
-    with engine(profile, checkpoint, mode="native", logprobs_mode="processed_logprobs") as llm:
+    alone = {"logprobs_mode": "processed_logprobs", "worker_cls": "stock_worker.StockCPUWorker"}
+    with engine(profile, checkpoint, mode="native", **alone) as llm:
         assert_same(one_by_one(llm), audited)
         with pytest.raises(MissingSupport, match="engine_args"):
             rl_vllm.assert_strict(llm, profile)

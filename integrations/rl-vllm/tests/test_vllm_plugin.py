@@ -354,6 +354,25 @@ sys.exit(", ".join(m for m in ("numba", "llvmlite") if m in sys.modules) or 0)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_process_with_the_plugin_may_use_the_tiles_that_vllms_attention_takes():
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no AMX")
+    # arch_prctl(ARCH_GET_XCOMP_PERM): bit 18 is the tiles' data
+    script = """
+import ctypes
+from rl_vllm.plugin import register
+kernel, granted = ctypes.CDLL(None), ctypes.c_uint64()
+def may():
+    assert kernel.syscall(158, 0x1022, ctypes.byref(granted)) == 0
+    return bool(granted.value >> 18 & 1)
+before = may()
+register()
+print(before, may())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-2:] == ["False", "True"], (done.stdout, done.stderr[-2000:])
+
+
 def test_without_vllm_every_entrance_that_needs_it_names_it():
     script = """
 import sys

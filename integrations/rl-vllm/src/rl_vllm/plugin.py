@@ -2,7 +2,7 @@
 
 It adds four things (a quantisation config, a weight-transfer backend, the reading of ``rl_strict`` in the engine's
 arguments, the check of a request to such an engine) and replaces no operator: that happens inside a strict worker while
-it builds its model, see ``scope``.
+it builds its model, see ``scope``. On a CPU it also asks for what vLLM's own attention takes for granted.
 """
 
 import functools
@@ -31,6 +31,7 @@ def register() -> None:
     _register_transfer()
     _wrap_engine_args()
     _wrap_admission()
+    _ask_for_amx()
 
 
 def _register_transfer() -> None:
@@ -99,3 +100,14 @@ def _wrap_admission() -> None:
 
     verify._rl_vllm = True  # type: ignore[attr-defined]
     SamplingParams.verify = verify  # type: ignore[method-assign]
+
+
+def _ask_for_amx() -> None:
+    # vLLM's attention takes AMX wherever the processor has it, but Linux ends a process that uses it and has not asked
+    # (signal 4); only oneDNN asks, and products of small models go elsewhere
+    import torch
+    from vllm.platforms import current_platform
+
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if ask is not None and current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        ask()
