@@ -10,7 +10,8 @@ from rank_values import same_bits
 
 from rl_comm import TreeCommunicator, board, shared_memory
 from rl_comm.device import AgreedMover, NcclMover
-from rl_comm.mover import HEADER_BYTES, Call, GlooMover
+from rl_comm.header import HEADER_BYTES, Call
+from rl_comm.mover import GlooMover
 from rl_contract import ContractError
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl_comm import TreeCommunicator, board, device, tree_sum
-from rl_comm.mover import Call, gathered_into
+from rl_comm.header import Call
+from rl_comm.mover import gathered_into
 from rl_contract import launches, reset_launches
 from rl_contract.testing import ThreadRank, on_ranks
 

@@ -13,7 +13,7 @@ import torch
 
 from rl_comm import TreeCommunicator, peer_memory
 from rl_comm.device import NcclMover
-from rl_comm.mover import Call
+from rl_comm.header import Call
 from rl_contract import ContractError
 
 INTERPRETED = """

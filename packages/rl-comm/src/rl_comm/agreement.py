@@ -4,7 +4,8 @@ import hashlib
 
 import torch
 
-from rl_comm.mover import Call, GlooMover
+from rl_comm.header import Call
+from rl_comm.mover import GlooMover
 from rl_contract import ContractError
 
 _BYTES = 1024

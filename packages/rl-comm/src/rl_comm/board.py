@@ -11,7 +11,8 @@ import time
 import zlib
 from functools import lru_cache
 
-from rl_comm.mover import HEADER_BYTES, Call, GlooMover, Refusals, check_calls, out_of_step, packed_words
+from rl_comm.header import HEADER_BYTES, Call, check_calls, out_of_step, packed_words
+from rl_comm.mover import GlooMover, Refusals
 from rl_comm.shared_memory import Shared, left, look, share
 
 _TAIL = struct.Struct("qq")  # the call's number, and a check over both

@@ -7,7 +7,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_comm.mover import Call, Mover, alike, is_alike
+from rl_comm.header import Call, alike, is_alike
+from rl_comm.mover import Mover
 from rl_comm.refusals import differentiated, each_problem, list_problem, stored
 from rl_comm.steps import InStep, in_step
 from rl_contract import ContractError, Launch, record_launch

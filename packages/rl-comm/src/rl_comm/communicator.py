@@ -13,7 +13,8 @@ from rl_comm.agreement import check_alike
 from rl_comm.calls import Calls
 from rl_comm.choice import choose
 from rl_comm.device import NcclMover
-from rl_comm.mover import Call, GlooMover, Mover, named
+from rl_comm.header import Call, named
+from rl_comm.mover import GlooMover, Mover
 from rl_comm.peer_memory import PeerMemory
 from rl_comm.refusals import (
     fits_op,
@@ -181,7 +182,7 @@ class TreeCommunicator(Calls):
 
     @told
     def all_gather(self, x: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
-        """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first; bytes of ``mover.DTYPES``.
+        """Concatenate equal-shaped ``x`` of every rank along ``dim``, rank 0 first; bytes of ``header.DTYPES``.
 
         Raises:
             ContractError: on every rank, when shapes or dtypes differ, or when one rank refuses its call.

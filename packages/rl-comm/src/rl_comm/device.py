@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from rl_comm.board import Board, Signatures
-from rl_comm.mover import Call, Mover, gathered_into
+from rl_comm.header import Call
+from rl_comm.mover import Mover, gathered_into
 from rl_comm.peer_memory import PeerMemory
 from rl_contract import ContractError
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from rl_comm.mover import Call, GlooMover
+from rl_comm.header import Call
+from rl_comm.mover import GlooMover
 from rl_comm.peer_memory import SLOT_BYTES, PeerMemory, areas_of, kernels
 
 _HANDLE_BYTES = 64

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from rl_comm.mover import DEVICES, DTYPES, MAX_DIMS, Call
+from rl_comm.header import DEVICES, DTYPES, MAX_DIMS, Call
 from rl_contract import ContractError, MissingSupport
 from rl_contract.checks import whole_number
 from rl_contract.communicator import dim_problem, tensor_problem

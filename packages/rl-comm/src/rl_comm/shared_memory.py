@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_comm.mover import HEAD_BYTES, Call, GlooMover, Refusals, check_heads, gathered_as_one, gathered_into, head_of
+from rl_comm.header import HEAD_BYTES, Call, check_heads, head_of
+from rl_comm.mover import GlooMover, Refusals, gathered_as_one, gathered_into
 
 SLOT_BYTES = 1 << 18
 _SEMAPHORE_BYTES = 64

@@ -13,7 +13,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_comm.mover import REFUSAL, Call, Mover, is_alike
+from rl_comm.header import REFUSAL, Call, is_alike
+from rl_comm.mover import Mover
 from rl_contract import ContractError
 from rl_contract.communicator import know, refuse
 
