@@ -100,10 +100,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def engines(session: nox.Session) -> None:
-    """``parity`` and the tests that need the engines, of integrations and across packages, in one environment."""
+    """``parity`` and the tests that need the engines, of integrations and across packages, in one environment.
+
+    Two modules at a time: most of what they do is to wait for a process that starts.
+    """
     install_everything(session)
     run_parity(session)
-    run_tests(session, "integrations", "tests", *session.posargs)
+    run_tests(session, "-n", "2", "--dist", "loadfile", "integrations", "tests", *session.posargs)
 
 
 @nox.session
