@@ -186,6 +186,24 @@ def test_a_file_that_changes_while_the_run_begins_ends_it(tmp_path, prompts, mon
     assert not (out / "strict").exists()
 
 
+def test_a_model_that_changes_between_two_arms_ends_the_run(tmp_path, monkeypatch, capsys):
+    out, model = tmp_path / "out", write_model("tiny-qwen3", tmp_path / "mine")
+    ran, arm_run = [], runner.Arm.run
+
+    def and_change(arm):
+        arm_run(arm)
+        ran.append(arm.name)
+        spaced(model / "tokenizer_config.json")
+
+    monkeypatch.setattr(runner.Arm, "run", and_change)
+    assert start(out, "--steps", "1", "--arm", "both", "--model", str(model)) == 2
+    assert f"{model / 'tokenizer_config.json'} has sha256" in capsys.readouterr().err
+    assert RunDirectory(out).manifest()["status"] == "failed"
+    # what has run stays, and no other arm begins
+    assert len(ran) == 1
+    assert [arm for arm in ("native", "strict") if (out / arm).exists()] == ran
+
+
 def test_two_runs_of_other_prompts_are_told_apart_in_a_note(tmp_path, prompts, capsys):
     for name in ("a", "b"):
         assert start(tmp_path / name, "--steps", "1", "--prompts", str(prompts)) == 0
