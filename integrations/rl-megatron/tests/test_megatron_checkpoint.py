@@ -3,7 +3,11 @@
 import json
 import os
 import re
+import stat
+import struct
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +257,53 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused_by_name(tiny: Any, tm
     tensors = HfTensors(tmp_path)
     assert torch.equal(tensors["x"], torch.ones(2))
     whole = file.read_bytes()
-    for change in (lambda: file.write_bytes(whole[:-1]), lambda: file.write_bytes(b"none"), file.unlink):
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    places: list[object] = [[0], [0, 9], [8, 0], [-1, 8], [0, 2**70], [False, True], ["0", "8"], [0.0, 8.0], "08", None]
+    headers: list[object] = [[1, 2], 3, {"x": 3}, {"x": {}}, *({"x": entry | {"data_offsets": at}} for at in places)]
+    written = [with_header(json.dumps(header).encode()) for header in headers]
+    written += [with_header(junk) for junk in (b"\xff", b"[" * 100_000, b'{"x": ' + b"9" * 5000 + b"}")]
+    written += [struct.pack("<Q", length) for length in (2**62, 2**64 - 1)]
+    written += [whole[:-1], b"none", b""]
+    changes: list[Callable[[], object]] = [partial(file.write_bytes, held) for held in written]
+    for change in (*changes, lambda: huge(file), file.unlink):
         change()
-        with pytest.raises(ContractError, match=r"model\.safetensors can't be read any more \("):
-            tensors["x"]
-    with pytest.raises(ContractError, match=r"model\.safetensors can't be read any more \("):
-        tensors.fingerprints()
+        for read in (lambda: tensors["x"], tensors.fingerprints):
+            with pytest.raises(
+                ContractError, match=r"model\.safetensors can't be read any more \(.*; leave a checkpoint"
+            ):
+                read()
+
+
+def with_header(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + bytes(8)
+
+
+def huge(file: Path) -> None:
+    """A header of more bytes than safetensors reads, in a file of as many: a hole, which takes no room."""
+    file.write_bytes(struct.pack("<Q", 1 << 40))
+    os.truncate(file, 8 + (1 << 40))
+
+
+def test_a_type_that_torch_has_not_is_named_as_such(tiny: Any, one_rank: None, tmp_path: Path) -> None:
+    config, tensors, model = tiny.tiny_model("Qwen3ForCausalLM", False)
+    file = Path(tiny.write_folder(tmp_path, config, tensors)) / "model.safetensors"
+    packed = {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}
+    entries = {
+        "a": packed,
+        "b": packed | {"data_offsets": [3, 6]},
+        "c": packed | {"data_offsets": [6, 8], "dtype": "I16", "shape": [1]},
+    }
+    file.write_bytes(with_header(json.dumps(entries).encode()))
+    found = HfTensors(tmp_path)
+    assert len(found.fingerprints()) == 1
+    said = "{0} of {1} can't be read (Dtype not understood: F6_E2M3); supported: bfloat16, float16, float32"
+    with pytest.raises(ContractError, match=re.escape(said.format("a", file))):
+        found["a"]
+    with pytest.raises(ContractError) as error:
+        load_hf(model, tmp_path)
+    for words in (said.format("a", file), said.format("b", file), "c is torch.int16", "no weight was loaded"):
+        assert str(error.value).count(words) == 1
+    assert "any more" not in str(error.value)
 
 
 def test_a_save_that_can_not_be_is_refused_by_name_and_leaves_no_weights(
@@ -296,6 +341,19 @@ def test_a_save_that_can_not_be_is_refused_by_name_and_leaves_no_weights(
     (tmp_path / "out" / INDEX).touch()
     with pytest.raises(ContractError, match=rf"already holds weights \({INDEX}\); give an empty"):
         save_hf(model, tmp_path / "out", config)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_a_saved_checkpoint_has_the_mode_of_new_files(one_rank: None, tiny: Any, tmp_path: Path, umask: int) -> None:
+    config, _, model = tiny.tiny_model("Qwen3ForCausalLM", False)
+    before = os.umask(umask)
+    try:
+        save_hf(model, tmp_path / "out", config)
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()}
+    assert modes == {"config.json": 0o666 & ~umask, "model.safetensors": 0o666 & ~umask}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o777 & ~umask
 
 
 def test_a_killed_save_says_what_it_is_and_may_be_made_again(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class HfTensors(Mapping[str, Tensor]):
     Raises:
         ContractError: no path, no safetensors file, one that is cut short or is none, an index that can't be read or
             names a missing file, a missing tensor or another file of it, a tensor that is in two files; as a tensor is
-            read, a file that is no longer what it was.
+            read, a file that is no longer what it was, a type that torch can't read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -102,8 +103,10 @@ class HfTensors(Mapping[str, Tensor]):
             left = f" ({_PARTIAL} is what a save that was killed has left)" if killed else ""
             problems.append(f"no *.safetensors file{left}")
         self._files: dict[str, Path] = {}
+        self._states: dict[Path, tuple[int, ...] | None] = {}
         found = {name: folder / name for name in files if os.path.isfile(folder / name)}
         for name, file in found.items():
+            self._states[file] = _state(file)
             try:
                 with safe_open(file, framework="pt") as handle:
                     keys = list(handle.keys())
@@ -129,8 +132,8 @@ class HfTensors(Mapping[str, Tensor]):
         for name, file in self._found.items():
             try:
                 found[name] = fingerprint(file)
-            except (OSError, ValueError, KeyError) as error:
-                raise _changed(file, error) from error
+            except (OSError, ValueError) as error:
+                raise self._unread(file, name, error) from error
         return found
 
     def __getitem__(self, name: str) -> Tensor:
@@ -138,7 +141,18 @@ class HfTensors(Mapping[str, Tensor]):
             with safe_open(self._files[name], framework="pt") as handle:
                 return handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise _changed(self._files[name], error) from error
+            raise self._unread(self._files[name], name, error) from error
+
+    def _unread(self, file: Path, what: str, error: Exception) -> ContractError:
+        if self._states[file] != _state(file):
+            return ContractError(
+                f"{file} can't be read any more ({error}); leave a checkpoint alone while it is loaded, and load it "
+                "again"
+            )
+        return ContractError(
+            f"{what} of {file} can't be read ({error}); supported: bfloat16, float16, float32, in a file that this "
+            "process may read; give such a checkpoint"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -150,10 +164,13 @@ class HfTensors(Mapping[str, Tensor]):
         return name in self._files
 
 
-def _changed(file: Path, error: Exception) -> ContractError:
-    return ContractError(
-        f"{file} can't be read any more ({error}); leave a checkpoint alone while it is loaded, and load it again"
-    )
+def _state(file: Path) -> tuple[int, ...] | None:
+    """What tells that a file has been written or replaced; None where it is gone."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def open_hf(path: str | Path) -> HfTensors:
@@ -177,14 +194,23 @@ def open_hf(path: str | Path) -> HfTensors:
 
 
 def check_hf(tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
-    """Raise one ContractError that lists every missing, extra, mis-shaped, non-float or non-finite tensor."""
+    """Raise one ContractError that lists every missing, extra, mis-shaped, unreadable, non-float or non-finite tensor.
+
+    The shapes of a checkpoint with an unreadable one are not looked at.
+    """
     problems = []
     try:
         layout.check_hf(tensors, shape)
     except ContractError as error:
         problems.append(str(error))
     for name in sorted(tensors):
-        tensor = tensors[name]
+        try:
+            tensor = tensors[name]
+        except ContractError as error:
+            # of a file that is gone, the same for each of its tensors
+            if str(error) not in problems:
+                problems.append(str(error))
+            continue
         if tensor.dtype not in FLOATS:
             problems.append(f"{name} is {tensor.dtype}, supported: bfloat16, float16, float32")
         elif not bool(torch.isfinite(tensor).all()):
@@ -254,9 +280,9 @@ def export_hf(model: GPTModel) -> dict[str, Tensor] | None:
 def save_hf(model: GPTModel, path: str | Path, hf_config: Mapping[str, Any]) -> None:
     """Write ``config.json`` and ``model.safetensors``; every rank must call it, the first one writes, all wait for it.
 
-    Both are written into ``save.partial`` in the folder; then the config and last the weights take their places, each
-    as a whole. A save that fails leaves no weights, one that is killed leaves none beside ``save.partial``; both may be
-    made again.
+    Both are written into ``save.partial`` in the folder, with the mode that the umask gives to new files; then the
+    config and last the weights take their places, each as a whole. A save that fails leaves no weights, one that is
+    killed leaves none beside ``save.partial``; both may be made again.
 
     Raises:
         ContractError: no path, the folder already holds weights or their index or cannot be written to, a config that
@@ -309,6 +335,8 @@ def _write_folder(folder: Path, tensors: Mapping[str, Tensor], config: str) -> N
     try:
         save_file(dict(tensors), partial / _WEIGHTS, metadata={"format": "pt"})
         (partial / "config.json").write_text(config, encoding="utf-8")
+        # safetensors writes what only its owner may read
+        (partial / _WEIGHTS).chmod(stat.S_IMODE((partial / "config.json").stat().st_mode))
         (partial / "config.json").replace(folder / "config.json")
         (partial / _WEIGHTS).replace(folder / _WEIGHTS)
     finally:
