@@ -214,3 +214,57 @@ def test_a_peer_that_does_not_come_is_waited_for_as_long_as_its_group_says(tiny:
     assert first[2] == "RuntimeError not all 2 ranks made this call"
     assert first[0] != "went on"
     assert all(float(seconds) < 30 for seconds in first[1::2])
+
+
+LATER = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from rl_megatron import ParallelConfig, topology
+
+rank, init = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + init, rank=rank, world_size=2, timeout=timedelta(seconds=3))
+topology.start(rank, ParallelConfig(tp=2), "file:///nowhere")
+comm = topology.tensor_parallel()
+print(comm.transport, comm.all_reduce(torch.ones(2)).tolist())
+
+# as of a group of NCCL alone, beside which one for the host is made
+group, given = parallel_state.get_tensor_model_parallel_group(), []
+backends, real = dist.get_backend_config, topology.TreeCommunicator
+dist.get_backend_config = lambda group=None: "cuda:nccl"
+topology.TreeCommunicator = lambda group, **options: given.append(options) or group
+topology._communicators.clear()
+topology.communicator(group)
+host = given[0]["host_group"]
+print(given[0]["timeout_s"], topology._timeout(host), dist.get_process_group_ranks(host))
+
+# a backend that does not say how long it waits, and one without a limit
+for found in (None, timedelta(0)):
+    topology._communicators.clear()
+    topology._timeout = lambda group: found
+    topology.communicator(group)
+    print(given[-1].get("timeout_s"))
+
+if rank:
+    while not os.path.exists(init + ".done"):
+        time.sleep(0.1)
+else:
+    began = time.monotonic()
+    try:
+        comm.all_reduce(torch.ones(2))
+    except RuntimeError as error:
+        print(error)
+    print(time.monotonic() - began)
+    open(init + ".done", "w").close()
+"""
+
+
+@pytest.mark.engine
+def test_a_peer_that_does_not_come_to_a_later_call_is_waited_for_no_longer(tiny: Any, tmp_path: Path) -> None:
+    first, second = (text.splitlines() for text in tiny.said_by_two(LATER, tmp_path))
+    *both, said, seconds = first
+    assert both == second == ["shared_memory [2.0, 2.0]", "3.0 0:00:03 [0, 1]", "None", "inf"]
+    assert said.startswith("rank 1 did not make this call within 3 s")
+    assert float(seconds) < 30

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -32,12 +33,25 @@ _made: list[object] = []
 
 
 def communicator(group: "dist.ProcessGroup | None") -> Communicator:
-    """The communicator of a process group, made once per group; a world of one needs no group."""
+    """The communicator of a process group, made once per group; a world of one needs no group.
+
+    It waits for a peer as long as the group does, whatever moves its bytes.
+    """
     if group is None or group.size() == 1:
         return SingleRank()
     held = _communicators.get(id(group))
     if held is None or held[0] is not group:
-        held = (group, TreeCommunicator(group))
+        timeout = _timeout(group)
+        options: dict[str, Any] = {}
+        if timeout is not None:
+            # to torch, none is no limit
+            options["timeout_s"] = timeout.total_seconds() or math.inf
+        if "gloo" not in str(dist.get_backend_config(group)):
+            members = dist.get_process_group_ranks(group)
+            options["host_group"] = dist.new_group(
+                members, backend="gloo", timeout=timeout, use_local_synchronization=True
+            )
+        held = (group, TreeCommunicator(group, **options))
         _communicators[id(group)] = held
     return held[1]
 
@@ -122,7 +136,7 @@ def start(
         if place.type == "cuda" and not share_gpu and parallel.world_size > 1:
             _refuse_one_gpu_for_two(place)
         options: dict[str, Any] = {"create_gloo_process_groups": False}
-        if (timeout := _timeout()) is not None:
+        if (timeout := _timeout(dist.group.WORLD)) is not None:
             options["distributed_timeout_minutes"] = timeout / timedelta(minutes=1)
         known = inspect.signature(parallel_state.initialize_model_parallel).parameters
         parallel_state.initialize_model_parallel(
@@ -162,7 +176,7 @@ def _join(rank: int, world_size: int, init_method: str, *, nccl: bool) -> None:
     except (RuntimeError, ValueError) as error:
         raise ContractError(
             f"rank {rank} of {world_size} could not join its peers by init_method={init_method!r:.200} ({error}); give "
-            "all ranks one URL that each of them reaches, and start them together"
+            f"all ranks one URL that each of them reaches{rendezvous.fresh(init_method)}, and start them together"
         ) from error
     _made[:] = [dist.group.WORLD]
 
@@ -184,19 +198,18 @@ def _host_group() -> Any:
     held = _host_groups.get(id(world))
     if held is None or held[0] is not world:
         has_gloo = "gloo" in str(dist.get_backend_config(world))
-        group = world if has_gloo else dist.new_group(backend="gloo", timeout=_timeout())
+        group = world if has_gloo else dist.new_group(backend="gloo", timeout=_timeout(world))
         _host_groups.clear()
         held = _host_groups[id(world)] = (world, group)
     return held[1]
 
 
-def _timeout() -> timedelta | None:
-    """How long a call of the world waits for a peer; None where its backend does not say."""
-    world: Any = dist.group.WORLD
+def _timeout(group: Any) -> timedelta | None:
+    """How long a call of a group waits for a peer; None where its backend does not say."""
     found: list[timedelta] = []
     # torch has no public way to ask
     with suppress(AttributeError, RuntimeError):
-        found = [world._get_backend(kind).options._timeout for kind in world._device_types]
+        found = [group._get_backend(kind).options._timeout for kind in group._device_types]
     return min(found, default=None)
 
 
