@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from rl_contract import ContractError
-from vime_sync import Loan, Manifest, ModelShape, PolicyVersion, Publisher, StepLedger, read_weights, write_weights
+from vime_sync import (
+    Loan,
+    Manifest,
+    ModelShape,
+    PolicyVersion,
+    Publisher,
+    StepLedger,
+    lend_weights,
+    read_weights,
+    write_weights,
+)
 from vime_sync.manifest import nonfinite_count
 from vime_sync.testing import FakeEngine
 
@@ -412,3 +422,23 @@ def test_weights_killed_while_writing_are_not_visible(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "v")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o027, 0o640, 0o750)]
+)
+def test_a_push_has_the_modes_that_the_umask_gives(tmp_path, umask, file, folder):
+    named = tensors()
+    manifest = Manifest.from_tensors(named)
+    before = os.umask(umask)
+    try:
+        path, _, _ = write(tmp_path / "files", max_file_bytes=1)
+        with Loan("cpu", folder=tmp_path) as loan:
+            loan.fill(named)
+            lent = lend_weights(tmp_path / "lent", loan, PolicyVersion("run", 3, manifest.digest), None, ())
+    finally:
+        os.umask(before)
+    found = sorted(path.iterdir())
+    assert [x.name for x in found] == ["manifest.json", *(f"weights-{n:05d}.safetensors" for n in range(len(named)))]
+    assert {x.stat().st_mode & 0o7777 for x in (*found, *lent.iterdir())} == {file}
+    assert {x.stat().st_mode & 0o7777 for x in (path, lent)} == {folder}

@@ -7,6 +7,7 @@ directory may also hold manifest.json alone and name memory that the trainer len
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def write_weights(
     """Write the tensors of ``manifest`` into the new directory ``directory`` and return its path.
 
     Files are written and flushed in a hidden sibling which is renamed at the end, so that no reader ever sees a part; a
-    place where that cannot be made is refused.
+    place where that cannot be made is refused. Their modes, and the directory's, are those that the umask gives.
     Tensors come over to the host one file (``max_file_bytes``) at a time. They are not digested again: bytes that
     differ from the manifest's are written, and refused by ``read_weights`` and ``Publisher.publish``.
 
@@ -113,10 +114,12 @@ def _write(
         described = {"version": f"{version.run_id}:{version.step}:{manifest.digest}", **fill(staging)}
         described["manifest"] = json.loads(manifest.to_json())
         (staging / MANIFEST_FILE).write_text(json.dumps(described, indent=1))
-        for path in [*staging.iterdir(), staging]:
+        files, folder = _modes(staging)
+        for path in staging.iterdir():
+            path.chmod(files)
             _fsync(path)
-        # mkdtemp makes it private to this user; the engine may run as another
-        staging.chmod(0o755)
+        _fsync(staging)
+        staging.chmod(folder)
         staging.rename(target)
         _fsync(target.parent)
     except BaseException:
@@ -340,6 +343,16 @@ def _check_headers(weights: Weights, problems: list[str]) -> list[str]:
             present |= {name for name, at in weights._files.items() if at == file}
     problems += [f"{name} is missing" for name in expected if name not in present]
     return readable
+
+
+def _modes(staging: Path) -> tuple[int, int]:
+    # what mkdtemp and safetensors make is private to this user, and the engine may run as another, where the umask
+    # lets it: new files and directories tell, since asking for the umask would change it under other threads
+    probe = staging / "probe"
+    probe.mkdir()
+    folder = stat.S_IMODE(probe.stat().st_mode)
+    probe.rmdir()
+    return stat.S_IMODE((staging / MANIFEST_FILE).stat().st_mode), folder
 
 
 def _fsync(path: Path) -> None:
