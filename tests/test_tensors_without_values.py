@@ -1,12 +1,17 @@
 """Nested and uninitialized tensors, and those whose memory was given back, in place of any tensor of any package.
 
-A kernel of the host that read such memory would end the process.
+A kernel of the host that read such memory would end the process. Memory that an operator has read can be given back.
 """
 
+import ast
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import rl_attn
 import rl_gemm
@@ -14,7 +19,7 @@ import rl_logprob
 import rl_norm
 import vime_sync
 from rl_contract import ContractError, compare
-from rl_contract.communicator import SingleRank
+from rl_contract.communicator import SingleRank, said_of
 from rl_logprob.draw import draw_scored
 
 VOCAB, EPS = 600, 1e-6
@@ -137,6 +142,103 @@ def test_every_tensor_of_every_operator_is_refused_by_name(call, kind):
     for name, x in given.items():
         with pytest.raises(ContractError, match=rf"{words}.*supported"):
             function(**{**given, name: make(x)})
+
+
+def give_back(**tensors):
+    # asked before: what shows a tensor that was given back, as pytest does for a failure, reads its memory
+    assert [name for name, x in tensors.items() if not x.untyped_storage().resizable()] == []
+    for x in tensors.values():
+        x.untyped_storage().resize_(0)
+
+
+def results(found):
+    return [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
+
+
+def numbered(name, tensors):
+    return {f"{name} {n}": x for n, x in enumerate(tensors)}
+
+
+MODEL_TYPES = ("compare", "linear", "column", "row", "swiglu", "gate_up_swiglu", "rms_norm", "rotary", "packed",
+               "context parallel")  # fmt: skip
+GRADIENTS = (*MODEL_TYPES[1:], "linear_logprob")
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"), [(c, torch.float32) for c in CALLS] + [(c, torch.bfloat16) for c in MODEL_TYPES]
+)
+def test_memory_that_an_operator_was_given_can_be_given_back_afterwards(call, dtype):
+    function, given = CALLS[call]
+    given = {name: x.clone() for name, x in given.items()}
+    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    found = results(function(**given))
+    give_back(**given, **numbered("result", found))
+
+
+@pytest.mark.parametrize("call", GRADIENTS)
+def test_memory_that_a_backward_was_given_can_be_given_back_afterwards(call):
+    function, given = CALLS[call]
+    given = {name: x.clone().requires_grad_(x.is_floating_point() and name != "temperature")
+             for name, x in given.items()}  # fmt: skip
+    found = [x for x in results(function(**given)) if x.requires_grad]
+    above = [torch.ones_like(x) for x in found]
+    torch.autograd.backward(found, above)
+    below = [x.grad for x in given.values() if x.requires_grad]
+    assert below
+    give_back(**given, **numbered("result", found), **numbered("gradient", above + below))
+
+
+def test_memory_that_vime_sync_was_given_can_be_given_back_afterwards(tmp_path):
+    for run, algorithm in enumerate(vime_sync.digest.ALGORITHMS):
+        tensors = {"a": X.clone(), "b": W.clone().t(), "c": W.bfloat16()}
+        manifest = vime_sync.Manifest.from_tensors(tensors, algorithm=algorithm)
+        written(tmp_path / str(run), tensors, manifest)
+        lent(tmp_path, tensors, manifest)
+        vime_sync.digest.digests(algorithm, tensors.items())
+        give_back(**tensors)
+
+
+def test_memory_that_a_rank_spoke_of_can_be_given_back_afterwards():
+    targets, temperature = ROWS.clone(), ONES.clone()
+    said_of("linear_logprob", targets=targets, temperature=temperature, none=torch.zeros(0))
+    give_back(targets=targets, temperature=temperature)
+
+
+def test_fully_shard_frees_and_gathers_weights_that_operators_read():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.scale = torch.nn.Parameter(torch.randn(16, 16)), torch.nn.Parameter(torch.ones(16))
+
+        def forward(self, x):
+            return rl_norm.rms_norm(rl_gemm.linear(x, self.weight), self.scale, EPS)
+
+    alone, sharded = (torch.nn.Sequential(Layer(), Layer()) for _ in range(2))
+    sharded.load_state_dict(alone.state_dict())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (*sharded, sharded):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        for _ in range(2):
+            y, expected = sharded(X), alone(X)
+            assert torch.equal(y, expected)
+            y.sum().backward()
+            expected.sum().backward()
+        for a, b in zip(sharded.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(a.grad.full_tensor(), b.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_module_takes_an_array_from_torch_itself():
+    root = Path(__file__).parents[1]
+    sources = [path for kind in ("packages", "integrations") for path in (root / kind).glob("*/src/**/*.py")]
+    assert len(sources) > 100
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            took = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numpy"
+            assert not took, f"{path}:{node.lineno} marks a storage; use rl_contract.devices.host_array"
 
 
 @pytest.mark.parametrize("kind", KINDS)

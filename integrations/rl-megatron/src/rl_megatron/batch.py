@@ -13,7 +13,7 @@ from torch import Tensor
 import rl_attn
 from rl_contract import Communicator, ContractError, TokenShards
 from rl_contract.checks import whole_number
-from rl_contract.devices import to_device
+from rl_contract.devices import host_array, to_device
 from rl_contract.shares import LaterShares
 from rl_megatron.checks import tensor_problem
 
@@ -225,7 +225,7 @@ class PackedBatch:
             self._packed[0],
             self.loss_mask,
         ]
-        return b"".join(part.numpy().tobytes() for part in parts)
+        return b"".join(host_array(part).tobytes() for part in parts)
 
     def rank_tokens(self, rank: int) -> Tensor:
         """Which packed tokens a rank holds: of each sequence's ``2 * cp`` chunks the ``rank``-th from both ends.

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_contract import ContractError, MissingSupport
+from rl_contract.devices import host_array
 from rl_contract.shares import LaterShares
 from rl_megatron import te, topology
 from rl_megatron.checks import choice_problem, instance_problem, real
@@ -313,7 +314,7 @@ def _adamw(
     m.mul_(b1).add_(grad * (1 - b1))
     v.mul_(b2).add_((grad * grad).mul_(1 - b2))
     # torch takes a CPU's square root from a vector library that rounds one in seven otherwise; NumPy's is IEEE's
-    root = torch.from_numpy(np.sqrt(v.numpy()))
+    root = torch.from_numpy(np.sqrt(host_array(v)))
     denominator = root.div_(root2).add_(eps)
     if keep != 1.0:
         state.master.mul_(keep)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError
-from rl_contract.devices import to_device
+from rl_contract.devices import host_array, to_device
 from rl_megatron import checks
 from rl_megatron.batch import PackedBatch
 
@@ -75,7 +75,7 @@ class StepInputs:
             f"the advantage of sample {i} is {_shown(advantages[i])}"
             for i in np.flatnonzero(~np.isfinite(self.advantages))
         ]
-        masks = [mask.numpy() for b in batches for mask in b.split(b.loss_mask)]
+        masks = [host_array(mask) for b in batches for mask in b.split(b.loss_mask)]
         for name, values, said in (
             ("old", self.old, old_logprobs),
             ("reference", self.reference or [], ref_logprobs),
@@ -96,7 +96,7 @@ class StepInputs:
 
     def content(self, batches: Sequence[PackedBatch]) -> dict[str, bytes]:
         """What tells these numbers from others, by name; without those of masked tokens, which may be anything."""
-        masks = [mask.numpy() for b in batches for mask in b.split(b.loss_mask)]
+        masks = [host_array(mask) for b in batches for mask in b.split(b.loss_mask)]
 
         def of(values: list[np.ndarray] | None) -> bytes:
             return b"none" if values is None else b"".join(v[m].tobytes() for v, m in zip(values, masks))
@@ -128,7 +128,7 @@ def _shown(value: Any) -> str:
 def _fp32(values: Any) -> np.ndarray:
     """A list, an array or a tensor of numbers as fp32; what it does not hold becomes infinite."""
     if isinstance(values, Tensor):
-        values = values.detach().double().cpu().numpy()
+        values = host_array(values.detach().double().cpu())
     elif not isinstance(values, np.ndarray):
         values = [x.item() if isinstance(x, Tensor) else float(x) for x in values]
     with np.errstate(over="ignore"):

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_contract import ContractError, Profile, launches
+from rl_contract.devices import host_array
 from rl_megatron import arguments, checkpoint, checks, te, topology
 from rl_megatron.batch import PackedBatch, micro_batches
 from rl_megatron.config import ModelConfig, ParallelConfig
@@ -218,7 +219,7 @@ class TrainerRank:
                 found.append(out if with_entropy else (out,))
         # nothing has waited for the device until here
         values, *rest = (
-            [v.numpy() for batch, part in zip(batches, column) for v in batch.split(part.cpu())]
+            [host_array(v) for batch, part in zip(batches, column) for v in batch.split(part.cpu())]
             for column in zip(*found)
         )
         self._refuse_nan(values)
@@ -301,7 +302,7 @@ class TrainerRank:
             found.append(logp.detach())
             first += len(batch.samples)
         # nothing has waited for the device until here
-        logps = [v.numpy() for batch, part in zip(batches, found) for v in batch.split(part.cpu())]
+        logps = [host_array(v) for batch, part in zip(batches, found) for v in batch.split(part.cpu())]
         self._refuse_nan(logps)
         update = self.optimizer.step() if total else {"grad_norm": 0.0, "clip_coef": 1.0, "skipped": True}
         sums = torch.stack([x.sums for x in losses]).cpu().tolist()

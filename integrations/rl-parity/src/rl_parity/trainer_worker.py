@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rl_contract import Profile
+from rl_contract.devices import host_array
 from rl_megatron import LossConfig, OptimizerConfig, PackedBatch, ParallelConfig, TrainerRank, group_advantages
 from rl_megatron.checkpoint import model_shape
 from rl_parity import state
@@ -190,7 +191,7 @@ class TrainerWorker:
         tokens = np.full(sum(batch.response_lengths), -1, dtype=np.int64)
         for rank in range(self._cp):
             part = batch.for_rank(rank)
-            tokens[part.slots.cpu().numpy()] = part.targets.cpu().numpy()
+            tokens[host_array(part.slots.cpu())] = host_array(part.targets.cpu())
         return tokens
 
 

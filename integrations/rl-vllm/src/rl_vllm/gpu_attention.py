@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 
+from rl_contract.devices import host_array
 from rl_vllm.attention import StrictAttentionImpl, StrictAttentionMetadata, StrictMetadataBuilder
 
 # vLLM up to 0.24 asks the backend for the shape of the cache, later ones offer layouts to choose from
@@ -25,7 +26,7 @@ class StrictGPUMetadataBuilder(StrictMetadataBuilder):
         # in a decode step every request is short
         if m.max_query_len <= 1 or starts is None or len(starts) < 2:
             return 0
-        return max(0, int(np.diff(starts.numpy()).min()))
+        return max(0, int(np.diff(host_array(starts)).min()))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> StrictAttentionMetadata:
         found = super().build_for_cudagraph_capture(common_attn_metadata)

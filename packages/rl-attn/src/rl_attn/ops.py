@@ -8,6 +8,7 @@ import torch
 
 from rl_attn import cpu, cpu_rotary
 from rl_contract import ContractError, Launch, record_launch
+from rl_contract.devices import host_array, host_span
 from rl_contract.opaque import opaque_op
 from rl_contract.threads import for_ranges
 
@@ -19,15 +20,12 @@ _EMPTY_TABLE = np.zeros((0, 0), np.int64)
 
 def flat(x: torch.Tensor) -> np.ndarray:
     """The storage that ``x`` spans, one dimension, bf16 as uint16; shares memory."""
-    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0
-    line = x.detach().as_strided((span,), (1,))
-    return line.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else line.numpy()
+    return host_span(x)
 
 
 def dense(x: torch.Tensor) -> np.ndarray:
     """A contiguous tensor as an array, bf16 as uint16; shares memory."""
-    x = x.detach()
-    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    return host_array(x)
 
 
 def strides(*values: int) -> np.ndarray:
@@ -35,7 +33,7 @@ def strides(*values: int) -> np.ndarray:
 
 
 def int64(x: torch.Tensor) -> np.ndarray:
-    return x.detach().to(torch.int64).contiguous().numpy()
+    return host_array(x.detach().to(torch.int64).contiguous())
 
 
 def unit_last(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 from numba import vectorize
 
 from rl_contract import primitives
+from rl_contract.devices import host_array
 from rl_contract.profile import KEY_TILE, SEGMENT
 
 LOG2E = 1.4426950408889634
@@ -14,7 +15,7 @@ _LOG = vectorize(["float32(float32)"])(lambda x: primitives.log_f32(x))
 
 def _exp2(x: torch.Tensor) -> torch.Tensor:
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.asarray(_EXP2(x.numpy())))
+        return torch.from_numpy(np.asarray(_EXP2(host_array(x))))
 
 
 def _shift(m: torch.Tensor, m_new: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ def finish_reference(total: State, dtype: torch.dtype) -> tuple[torch.Tensor, to
     m, o = total
     l = o[..., -1:]  # noqa: E741  the row sum
     out = torch.where(l != 0, o[..., :-1] / l, torch.zeros(()))
-    lse = m * _exact(0.6931471805599453) + torch.from_numpy(np.asarray(_LOG(l[..., 0].numpy())))
+    lse = m * _exact(0.6931471805599453) + torch.from_numpy(np.asarray(_LOG(host_array(l[..., 0]))))
     return out.to(dtype), lse
 
 

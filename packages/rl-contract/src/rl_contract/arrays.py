@@ -7,13 +7,13 @@ import torch
 from numba.core import types
 from numba.extending import overload
 
+from rl_contract.devices import host_array
 from rl_contract.primitives import bf16_to_f32, f32_to_bf16
 
 
 def as_array(x: torch.Tensor) -> np.ndarray:
     """A row-major NumPy view of a CPU tensor (a copy where its strides are others); bf16 as its uint16 bits."""
-    x = x.detach().contiguous()
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    return host_array(x if x.is_contiguous() else x.detach().contiguous())
 
 
 def widen(x: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from rl_contract import checks
-from rl_contract.devices import row_major_bytes
+from rl_contract.devices import host_array, row_major_bytes
 from rl_contract.errors import ContractError
 
 
@@ -78,7 +78,7 @@ def _said(x: Any) -> str:
         return repr(float(x)) if isinstance(x, (float, np.floating)) else str(x)
     if x.device.type != "cpu":
         return f"a tensor on {x.device.type}"
-    check = zlib.crc32(row_major_bytes(x).numpy().data)
+    check = zlib.crc32(host_array(row_major_bytes(x)).data)
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} (check {check:08x})"
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError
+from rl_contract.devices import host_array
 from rl_contract.jit import kernel
 from rl_contract.threads import for_ranges
 
@@ -159,7 +160,7 @@ def chain(a: Tensor, b: Tensor, leaves: int = 1, fused: int = 1) -> list[Tensor]
         a, b = a[:, order], b[:, order]
     sides, finite = [], np.zeros((2, max(a.shape[0], b.shape[0], 1)), np.bool_)
     for side, x in enumerate((a, b)):
-        bits = x.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+        bits = host_array(x.detach().cpu().contiguous())
         significand, exponent = np.empty(bits.shape, np.int32), np.empty(bits.shape, np.int32)
         _decode(bits, significand, exponent, finite[side])
         sides += [significand, exponent]

@@ -47,7 +47,7 @@ def tile_stats(
     u = torch.empty(rows, tiles if entropy else 0, dtype=torch.int64)
     kept = (*support_arrays(threshold, last_id), np.empty(0, np.int64) if goal is None else as_array(goal))
     head = (as_array(logits), as_array(temperature), *kept, first_id, vocab_size, vocab_tile, entropy)
-    tail = (m.numpy(), s.numpy(), u.numpy())
+    tail = (as_array(m), as_array(s), as_array(u))
     for_ranges(lambda a, b: cpu.tile_stats(*head, *tail, a, b), rows, _WORK * logits.numel())
     _record("tile_stats")
     return m, s, u
@@ -74,7 +74,7 @@ def _(
 def merge_tiles(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
     """Tiles in id order -> state fp64 [T, 3]: maximum, log of the sum, entropy."""
     state = torch.empty(len(m), 3, dtype=torch.float64)
-    args = (as_array(m), as_array(s), as_array(u), u.shape[1] > 0, state.numpy())
+    args = (as_array(m), as_array(s), as_array(u), u.shape[1] > 0, as_array(state))
     for_ranges(lambda a, b: cpu.merge(*args, a, b), len(m), _WORK * m.numel())
     _record("merge_tiles")
     return state
@@ -89,7 +89,7 @@ def _(m: Tensor, s: Tensor, u: Tensor) -> Tensor:
 def selected(x: Tensor, state: Tensor) -> Tensor:
     """x fp32 [T], divided by the temperature -> logp fp32 [T]."""
     out = torch.empty(len(x), dtype=torch.float32)
-    cpu.selected(as_array(x), as_array(state), out.numpy(), 0, len(x))
+    cpu.selected(as_array(x), as_array(state), as_array(out), 0, len(x))
     _record("selected")
     return out
 
@@ -103,7 +103,7 @@ def _(x: Tensor, state: Tensor) -> Tensor:
 def full(logits: Tensor, temperature: Tensor, state: Tensor, vocab_size: int) -> Tensor:
     """logits fp32 [T, >=vocab_size] -> logp fp32 [T, vocab_size]."""
     out = torch.empty(len(logits), vocab_size, dtype=torch.float32)
-    args = (as_array(logits), as_array(temperature), as_array(state), out.numpy())
+    args = (as_array(logits), as_array(temperature), as_array(state), as_array(out))
     for_ranges(lambda a, b: cpu.full(*args, a, b), len(logits), 4.0 * out.numel())
     _record("full")
     return out
@@ -131,7 +131,7 @@ def grad_logits(
     out = torch.empty(logits.shape, dtype=torch.float32)
     kept = support_arrays(threshold, last_id)
     head = (as_array(logits), as_array(temperature), *kept, as_array(state), as_array(targets), as_array(dlogp))
-    tail = (as_array(dentropy), len(dentropy) > 0, first_id, vocab_size, out.numpy())
+    tail = (as_array(dentropy), len(dentropy) > 0, first_id, vocab_size, as_array(out))
     for_ranges(lambda a, b: cpu.grad_logits(*head, *tail, a, b), len(logits), _WORK * out.numel())
     _record("grad_logits")
     return out
@@ -160,7 +160,7 @@ def support(
     """logits fp32 [T, >=vocab_size], top_k int64, top_p and min_p fp64 [T] -> threshold fp32, last_id int64 [T]."""
     out = torch.empty(len(logits), dtype=torch.float32), torch.empty(len(logits), dtype=torch.int64)
     head = tuple(as_array(a) for a in (logits, temperature, top_k, top_p, min_p))
-    tail = tuple(a.numpy() for a in out)
+    tail = tuple(as_array(a) for a in out)
     work = _WORK * len(logits) * vocab_size
     for_ranges(lambda a, b: cpu_support.support(*head, vocab_size, *tail, a, b), len(logits), work)
     _record("support")

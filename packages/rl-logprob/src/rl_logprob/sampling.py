@@ -98,7 +98,7 @@ def sample_op(
     out = torch.empty(len(logits), dtype=torch.int64)
     head = tuple(as_array(a) for a in (logits, seeds, positions, temperature)) + support_arrays(threshold, last_id)
     work = 10.0 * len(logits) * vocab_size
-    for_ranges(lambda a, b: _gumbel(*head, vocab_size, greedy, out.numpy(), a, b), len(logits), work)
+    for_ranges(lambda a, b: _gumbel(*head, vocab_size, greedy, as_array(out), a, b), len(logits), work)
     record_launch(Launch("logprob", "rl_logprob.cpu.gumbel_sample", "greedy" if greedy else "gumbel"))
     return out
 

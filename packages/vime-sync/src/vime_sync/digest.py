@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from rl_contract import ContractError
+from rl_contract.devices import host_array
 from vime_sync.raw import flat_bytes, map_tensors
 from vime_sync.tree import tree_digests
 
@@ -41,7 +42,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     sha = hashlib.sha256()
     # device tensors come over in pieces, so that hashing never doubles the host memory of a large embedding
     for start in range(0, flat.numel(), _CHUNK_BYTES):
-        sha.update(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
+        sha.update(host_array(flat[start : start + _CHUNK_BYTES].cpu()).data)
     return sha.hexdigest()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rl_contract import ContractError
+from rl_contract.devices import host_array
 from vime_sync.digest import WEIGHT_DIGEST, check_algorithm, digests
 from vime_sync.files import reading
 from vime_sync.raw import bytes_problem, map_tensors
@@ -236,5 +237,5 @@ def nonfinite_count(tensor: torch.Tensor) -> int:
     # an exponent of all ones; on integers and in cache-sized pieces this keeps up with sha256, torch.isfinite does not
     integer, exponent = _EXPONENTS[tensor.dtype]
     flat = tensor.detach().contiguous().reshape(-1).view(integer)
-    pieces = (flat[at : at + _PIECE].numpy() for at in range(0, flat.numel(), _PIECE))
+    pieces = (host_array(flat[at : at + _PIECE]) for at in range(0, flat.numel(), _PIECE))
     return sum(int(np.count_nonzero((piece & exponent) == exponent)) for piece in pieces)

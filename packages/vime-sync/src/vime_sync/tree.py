@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from rl_contract import MissingSupport
+from rl_contract.devices import host_array
 from vime_sync.raw import flat_bytes, map_tensors
 
 K = TypeVar("K")
@@ -52,7 +53,7 @@ def tree_digests(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[tuple[K, str
                     yield index, flat[at : at + _PIECE]
 
     leaves: dict[int, list[bytes]] = {}
-    for index, part in map_tensors(lambda piece: level(piece.numpy().data), on_host()):
+    for index, part in map_tensors(lambda piece: level(host_array(piece).data), on_host()):
         leaves.setdefault(index, []).append(part)
     found.update((index, top(b"".join(parts))) for index, parts in leaves.items())
     for batch in batches.values():
@@ -104,7 +105,7 @@ class _Batch:
 
     def tops(self) -> Iterator[tuple[int, bytes]]:
         self._launch()
-        data = torch.cat(self._launched).cpu().numpy().tobytes()
+        data = host_array(torch.cat(self._launched).cpu()).tobytes()
         return ((index, data[32 * i : 32 * i + 32]) for i, index in enumerate(self._indices))
 
     def _launch(self) -> None:
