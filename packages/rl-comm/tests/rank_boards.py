@@ -35,14 +35,23 @@ def check_board(rank, world):
     with pytest.raises(ContractError, match="ranks make different calls"):
         seen.agree(Call("all_gather", torch.float32, torch.float32, 0, (rank, 9), "cuda"))
     # what an operator was given, without a word of it on the board
+    call = Call("all_gather", torch.float32, torch.float32, 0, (3, 6), "cuda")
     for each in (held, seen):
-        for said in ("op(k=3)" * 100, "op(k=3)"):
-            each.agree(Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda", said=said))
-        other = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda", said=f"op(k={5 + rank})")
         with pytest.raises(ContractError, match=r"ranks make different calls: .*on cuda\) by an operator whose values"):
-            each.agree(other)
-    quiet = Call("all_gather", torch.float32, torch.float32, 0, (3, 5), "cuda", said="" if rank else "op(k=3)")
-    held.agree(quiet)
+            each.agree(replace(call, said=f"op(k={5 + rank})"))
+        each.agree(replace(call, said="" if rank else "op(k=3)"))
+        for said in ("op(k=3)" * 100, "op(k=3)"):
+            each.agree(replace(call, said=said))
+    with pytest.raises(ContractError, match=r"by an operator whose values"):
+        held.agree(replace(call, said=f"op(k={5 + rank})"))
+    # where a board compares each call, a rank that says nothing meets any text; else a kind is asked of once, and a
+    # new text waits for nobody
+    held.agree(replace(call, said="" if rank else "op(k=4)"))
+    asked = gloo._traffic.calls
+    for new in ("op(k=4)", "op(k=5)"):
+        seen.agree(replace(call, said="" if rank else new))
+    assert gloo._traffic.calls == asked
+    assert len(seen._seen) == 1
     # nothing that is kept of a call grows with its tensors
     kept = board._kept.cache_info().currsize
     for each in (held, seen, seen):

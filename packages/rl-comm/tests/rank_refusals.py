@@ -68,6 +68,19 @@ def check_refusals(rank, world):
         with pytest.raises(ContractError, match=rf"ranks make different calls: .*values have check \w{{16}}{own}"):
             comm.all_gather_said(x, said)
         assert same_bits(comm.all_gather_said(x, "op(k=1)"), whole)
+    # texts that UTF-8 has no bytes for are compared as others
+    odd = chr(0xD800 + (rank == last))
+    with pytest.raises(ContractError, match=rf"values have check \w{{16}}.*This rank: {odd}"):
+        comm.all_gather_said(x, odd)
+    assert same_bits(comm.all_gather_said(x, "\ud800"), whole)
+    # what is no text is one rank's refusal, or that of all, and the group stays usable
+    for bad in (5, 0, None, b"op", ["op"], 10**5000):
+        for alone in (True, False):
+            refuses = not alone or rank == last
+            told = rf"all_gather_said got said=.* \(a {type(bad).__name__}\), supported: a text"
+            with pytest.raises(ContractError, match=told if refuses else f"refused on rank {last}, "):
+                comm.all_gather_said(x, bad if refuses else "op(k=1)")
+        assert same_bits(comm.all_gather_said(x, "op(k=1)"), whole)
     for bad, message in ((None, "None"), (x.to_sparse(), "layout"), (x.clone().requires_grad_(), "requires grad")):
         with pytest.raises(ContractError, match=f"refused on rank {last}, .*This rank: .*{message}" if rank == last else
                            f"refused on rank {last}, "):  # fmt: skip

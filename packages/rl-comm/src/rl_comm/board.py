@@ -9,6 +9,7 @@ import os
 import struct
 import time
 import zlib
+from dataclasses import replace
 from functools import lru_cache
 
 from rl_comm.header import HEADER_BYTES, Call, check_calls, out_of_step, packed_words
@@ -122,6 +123,8 @@ class Signatures:
     """Where ranks share no memory: a kind of call is agreed on through the host group at its first use only.
 
     Ranks that disagree between kinds they have all used before are then found by the process group's own timeout.
+    What was said of the operator makes no kind: it is compared when its kind is new, and not after. A rank that says
+    nothing does not know of a peer's new text, which would wait for it.
     """
 
     def __init__(self, gloo: GlooMover) -> None:
@@ -137,7 +140,7 @@ class Signatures:
 
     def agree(self, call: Call) -> None:
         # what is kept of a call does not grow with the tensors it moves
-        words, _ = _packed(call)
+        words, _ = _packed(replace(call, said="") if call.said else call)
         if words in self._seen:
             return
         try:

@@ -28,6 +28,7 @@ from rl_comm.refusals import (
 from rl_comm.steps import in_step, told
 from rl_comm.tree import WORLD_SIZES, tree_sum
 from rl_contract import ContractError, MissingSupport
+from rl_contract.checks import shown
 from rl_contract.communicator import dim_problem, sum_problem
 from rl_contract.devices import row_major_bytes
 
@@ -197,11 +198,19 @@ class TreeCommunicator(Calls):
     def all_gather_said(self, x: torch.Tensor, said: str, *, dim: int = 0) -> torch.Tensor:
         """``all_gather`` for an operator that was given ``said``, compared over ranks in the header of this call.
 
-        Traced by a compiler, or where ``said`` is empty, it is ``all_gather``, and fits whatever peers say.
+        Traced by a compiler, or where ``said`` is empty, it is ``all_gather``, and fits whatever peers say. Between
+        hosts with NCCL ``said`` is compared at the first call of a shape and type only.
 
         Raises:
-            ContractError: on every rank, as ``all_gather``, and when the ranks' ``said`` differ; each names its own.
+            ContractError: on every rank, as ``all_gather``, when the ranks' ``said`` differ, where each names its own,
+                and when that of one is no text.
         """
+        if not isinstance(said, str):
+            problem = ContractError(
+                f"all_gather_said got said={shown(said)} (a {type(said).__name__}), supported: a text, empty to say "
+                "nothing; rl_contract.communicator.said_of makes one"
+            )
+            self._refuse_alone(self._call("all_gather", x, arg=dim), problem)
         if not said or self.world_size == 1 or torch.compiler.is_compiling() or not fits_op(x, None, dim):
             return self.all_gather(x, dim=dim)
         return self._all_gather(x, dim, said)
@@ -258,7 +267,7 @@ class TreeCommunicator(Calls):
         call = self._call("broadcast", x, arg=source)
         problem = unmovable(call, x) or unreadable("broadcast", x)
         if not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < self.world_size:
-            problem = ContractError(f"broadcast got source={source!r}, supported: 0..{self.world_size - 1}")
+            problem = ContractError(f"broadcast got source={shown(source)}, supported: 0..{self.world_size - 1}")
         self._refuse(call, problem)
         if self.world_size == 1:
             return x

@@ -74,7 +74,11 @@ class Call:
             len(self.shape) if self.dtype is not None else _UNKNOWN,
         ]
         body = [*head, *self.shape[:MAX_DIMS]]
-        check = int.from_bytes(blake2b(self.said.encode(), digest_size=8).digest(), signed=True) if self.said else 0
+        check = 0
+        if self.said:
+            # texts that UTF-8 has no bytes for are told apart, too
+            text = self.said.encode(errors="surrogatepass")
+            check = int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True)
         return body + [0] * (_HEADER_WORDS - 3 - len(body)) + [check, self._digest(), int(self.refused)]
 
     def _digest(self) -> int:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from rl_comm.header import DEVICES, DTYPES, MAX_DIMS, Call
 from rl_contract import ContractError, MissingSupport
-from rl_contract.checks import whole_number
+from rl_contract.checks import shown, whole_number
 from rl_contract.communicator import dim_problem, tensor_problem
 
 TRANSPORTS = ("auto", "gloo", "shared_memory", "nccl", "peer_memory")
@@ -141,8 +141,8 @@ def no_group(name: str, group: Any) -> Exception | None:
     if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     return ContractError(
-        f"{name}={group!r}; supported: None, or a process group, as torch.distributed.new_group and a mesh's get_group "
-        "return it"
+        f"{name}={shown(group)}; supported: None, or a process group, as torch.distributed.new_group and a mesh's "
+        "get_group return it"
     )
 
 
@@ -166,15 +166,17 @@ def no_host_group(host_group: Any, group: Any) -> Exception | None:
 def unusable(transport: Any, two_shot_bytes: Any, timeout_s: Any, identity: Any, backends: str) -> Exception | None:
     """Why a communicator can't be made of these."""
     if not isinstance(transport, str) or transport not in TRANSPORTS:
-        return ContractError(f"transport={transport!r:.80}; supported: {TRANSPORTS}")
+        return ContractError(f"transport={shown(transport)}; supported: {TRANSPORTS}")
     if transport in ("nccl", "peer_memory") and "nccl" not in backends:
         return MissingSupport(
             f"transport={transport!r} got a group with backend {backends!r}; make one with backend='cpu:gloo,cuda:nccl'"
         )
     if two_shot_bytes is not None and (not whole_number(two_shot_bytes) or two_shot_bytes < 0):
-        return ContractError(f"two_shot_bytes={two_shot_bytes!r:.80}; supported: None or an integer of 0 or more bytes")
+        return ContractError(
+            f"two_shot_bytes={shown(two_shot_bytes)}; supported: None or an integer of 0 or more bytes"
+        )
     if not (whole_number(timeout_s) or isinstance(timeout_s, float)) or not timeout_s > 0:
-        return ContractError(f"timeout_s={timeout_s!r:.80}; supported: seconds, more than 0")
+        return ContractError(f"timeout_s={shown(timeout_s)}; supported: seconds, more than 0")
     if not isinstance(identity, str):
-        return ContractError(f"identity={identity!r:.80}; supported: str")
+        return ContractError(f"identity={shown(identity)}; supported: str")
     return None

@@ -21,6 +21,14 @@ def whole_number(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def shown(value: Any) -> str:
+    """What an error says of a value, in at most 80 characters; long integers and others have no repr to take."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
 def given_back(x: torch.Tensor) -> bool:
     """Whether the memory of ``x`` was given back, as sharded trainers do with weights that others are to gather again.
 
