@@ -61,21 +61,33 @@ def gather_said(comm: Communicator, x: torch.Tensor, said: str, *, dim: int = 0)
 
 
 def said_of(operator: str, **given: Any) -> str:
-    """What an operator was given, for ``gather_said``: numbers, texts and types as they are, tensors on the CPU as a
-    check over their bytes, others as where they are; empty where a compiler looks on.
+    """What an operator was given, for ``gather_said``: numbers by their value, whatever type holds it, truth values,
+    texts and types as they are, tensors on the CPU as a check over their bytes, others as where they are; empty where a
+    compiler looks on, or a tensor on the CPU has no bytes of its own, as inside ``torch.func``.
     """
     if torch.compiler.is_compiling():
         return ""
     read = [x for x in given.values() if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
-    if read and detect_fake_mode(read) is not None:
+    if read and (detect_fake_mode(read) is not None or not all(map(_has_bytes, read))):
         return ""
     return f"{operator}({', '.join(f'{name}={_said(x)}' for name, x in given.items())})"
 
 
+def _has_bytes(x: torch.Tensor) -> bool:
+    own = type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return own and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _said(x: Any) -> str:
     if not isinstance(x, torch.Tensor):
-        # 1, 1.0 and NumPy's are one number
-        return repr(float(x)) if isinstance(x, (float, np.floating)) else str(x)
+        if not isinstance(x, (int, float, np.integer, np.floating)) or isinstance(x, bool):
+            return str(x)
+        # 1, 1.0 and NumPy's are one number, and so are 0.0 and -0.0
+        whole = int(x) if isinstance(x, (int, np.integer)) or float(x).is_integer() else None
+        if whole is None:
+            return repr(float(x))
+        # Python writes no long integer in decimal
+        return str(whole) if abs(whole) < 1 << 64 else hex(whole)
     if x.device.type != "cpu":
         return f"a tensor on {x.device.type}"
     check = zlib.crc32(host_array(row_major_bytes(x)).data)
@@ -144,7 +156,9 @@ def dim_problem(x: torch.Tensor, dim: int) -> ContractError | None:
         return problem
     if isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim():
         return None
-    return ContractError(f"got dim={dim!r} for a tensor of shape {tuple(x.shape)}; it must name one of its dimensions")
+    return ContractError(
+        f"got dim={checks.shown(dim)} for a tensor of shape {tuple(x.shape)}; it must name one of its dimensions"
+    )
 
 
 def sum_problem(op: str, partial: torch.Tensor, out_dtype: torch.dtype | None) -> ContractError | None:
