@@ -25,6 +25,7 @@ g = torch.Generator().manual_seed(0)
 HIDDEN = torch.randn(ROWS, WIDTH, generator=g).bfloat16()
 HEAD = torch.randn(1024, WIDTH, generator=g).bfloat16()
 TARGETS = torch.randint(0, VOCAB - 1, (ROWS,), generator=g)
+BAD = HIDDEN.index_fill(0, torch.tensor([3]), torch.nan)
 BY_ROW = torch.rand(ROWS, generator=g) + 0.5
 LOGITS = torch.randn(ROWS, VOCAB, generator=g)
 SEEDS = torch.arange(ROWS)
@@ -62,9 +63,14 @@ def differing():
         (scored, {}, {"vocab_size": VOCAB - 1}, "vocab_size=999"),
         (scored, {}, {"vocab_tile": 2 * TILE}, "vocab_tile=32"),
         (scored, {}, {"return_entropy": False}, "return_entropy=False"),
+        (scored, {}, {"nonfinite": "nan"}, "nonfinite=nan"),
+        # where a row is bad, the one rank would raise and the other go on
+        (scored, {"hidden": BAD}, {"hidden": BAD, "nonfinite": "nan"}, "nonfinite=nan"),
         (scored, {}, {"targets": TARGETS.flip(0)}, r"targets=int64 \[5\]"),
         (scored, {}, {"dtype": torch.float32}, r"hidden=torch\.float32, H=24, weight=torch\.float32"),
         (scored, {}, one, r"targets=int64 \[0\]"),
+        (scored, one, {**one, "temperature": 0.8}, r"temperature=0\.8.*targets=int64 \[0\]"),
+        (scored, one, {**one, "temperature": torch.tensor(0.8)}, r"temperature=0\.8.*targets=int64 \[0\]"),
         (scored, {"support": support(7)}, {"support": support(8)}, "threshold=float32"),
         (scored, {"support": support(7)}, {"support": support(7, "ids")}, "starts=int64"),
         (scored, {}, {"support": support(7)}, "threshold=float32"),
@@ -85,9 +91,30 @@ def alike():
         (scored, {"temperature": 0.7, "leaves": 8}, {"temperature": np.float32(0.7), "leaves": np.int64(8)}),
         (scored, {"temperature": torch.tensor(0.7)}, {"temperature": torch.full((ROWS,), 0.7)}),
         (scored, {"temperature": 2}, {"temperature": 2.0, "targets": TARGETS.int()}),
-        (scored, {"support": support(7)}, {"support": support(7), "nonfinite": "nan", "keep_logits": 100}),
+        (
+            scored,
+            {"temperature": 0.5, "vocab_size": VOCAB},
+            {"temperature": np.float64(0.5), "vocab_size": np.int16(VOCAB)},
+        ),
+        (scored, {"support": support(7)}, {"support": support(7), "keep_logits": 100}),
+        (scored, {"support": support(7), "nonfinite": "nan"}, {"support": support(7), "nonfinite": "nan"}),
         (drawn, {"vocab_size": VOCAB}, {"vocab_size": np.int64(VOCAB), "seeds": SEEDS.repeat(2)[:ROWS]}),
     ]
+
+
+def check_transformed(comm, rank, transform):
+    """Inside torch.func, which has no rule for this operator: PyTorch's own words, and ranks stay in step."""
+    inside = transform(lambda x: scored(comm, hidden=x).sum())
+    with pytest.raises(RuntimeError, match="override the setup_context"):
+        inside(HIDDEN)
+    # both have refused one operator
+    assert float(comm.all_reduce(torch.ones(1))) == WORLD
+    if rank:
+        with pytest.raises(RuntimeError, match="override the setup_context"):
+            inside(HIDDEN)
+    else:
+        with pytest.raises(ContractError, match="refused on rank 1"):
+            scored(comm)
 
 
 def run_rank(rank, folder):
@@ -104,6 +131,9 @@ def run_rank(rank, folder):
             assert float(comm.all_reduce(torch.ones(1))) == WORLD
         for operator, *given in alike():
             assert torch.equal(operator(comm, **given[rank]), operator(None, **given[0])), given
+        for transform in (torch.func.grad, lambda f: lambda x: torch.func.vmap(f)(x[None])):
+            check_transformed(comm, rank, transform)
+        assert float(comm.all_reduce(torch.ones(1))) == WORLD
         # no rows on all ranks are no error
         none = {"hidden": HIDDEN[:0], "targets": TARGETS[:0]}
         assert scored(comm, **none).shape == (2, 0)

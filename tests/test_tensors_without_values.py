@@ -255,6 +255,52 @@ def test_what_was_freed_before_a_backward_is_refused_there(kind):
         y.sum().backward()
 
 
+def key_made():
+    return rl_logprob.SupportKey(torch.full((3,), -torch.inf), torch.zeros(3, dtype=torch.int64))
+
+
+def list_made():
+    return rl_logprob.SupportIds(torch.arange(6).int(), torch.tensor([0, 2, 4, 6]))
+
+
+SUPPORTS = [(key_made, "threshold"), (key_made, "last_id"), (list_made, "ids"), (list_made, "starts")]
+SCORES = {
+    "linear_logprob": lambda support: rl_logprob.linear_logprob(
+        X[:3], HEAD, torch.tensor([0, 2, 4]), vocab_size=VOCAB, support=support
+    ),
+    "selected_logprob": lambda support: rl_logprob.selected_logprob(
+        LOGITS, torch.tensor([0, 2, 4]), vocab_size=VOCAB, support=support
+    ),
+    "gumbel_sample": lambda support: rl_logprob.gumbel_sample(LOGITS, ROWS, ROWS, vocab_size=VOCAB, support=support),
+}
+HEAD = torch.randn(1024, 16)
+
+
+@pytest.mark.parametrize(("make", "part"), SUPPORTS)
+@pytest.mark.parametrize("call", SCORES)
+def test_a_support_freed_since_it_was_made_is_refused_by_name(call, make, part):
+    SCORES[call](make())
+    support = make()
+    getattr(support, part).untyped_storage().resize_(0)
+    with pytest.raises(ContractError, match=r"support is .* given back; supported"):
+        SCORES[call](support)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("freed", ["hidden", "weight", "targets", "temperature", *SUPPORTS])
+def test_what_was_freed_before_the_backward_of_a_log_probability_is_refused_there(freed, entropy):
+    support = None if isinstance(freed, str) else freed[0]()
+    given = {"hidden": X[:3].clone().requires_grad_(), "weight": HEAD.clone().requires_grad_(),
+             "targets": torch.tensor([0, 2, 4]), "temperature": torch.ones(3)}  # fmt: skip
+    found = rl_logprob.linear_logprob(**given, vocab_size=VOCAB, support=support, return_entropy=entropy)
+    name = freed if isinstance(freed, str) else freed[1]
+    held = given[name] if support is None else getattr(support, name)
+    held.data = given_back(held.detach())
+    with pytest.raises(ContractError, match=rf"linear_logprob's backward got {name} as .* given back; supported"):
+        (sum(found) if entropy else found).sum().backward()
+    assert given["hidden"].grad is given["weight"].grad is None
+
+
 def test_a_compiled_call_refuses_what_was_freed_since():
     def call(x, w):
         return rl_norm.rms_norm(rl_gemm.linear(x, w), w[:, 0], EPS)

@@ -40,7 +40,7 @@ def test_bits_are_those_of_the_single_operators():
 
 
 @pytest.mark.parametrize("kind", [draw.DRAWN, draw.GREEDY])
-@pytest.mark.parametrize("temperature", [0.0, -0.7, -float("inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("temperature", [0.0, -0.7, 1e-39, -float("inf"), float("inf"), float("nan")])
 def test_a_row_without_a_temperature_is_bad_and_changes_no_other(kind, temperature):
     given = batch()
     whole, _ = call(given)

@@ -127,6 +127,12 @@ def test_request_seed_keeps_its_values_and_tells_numbers_from_texts():
     # no integer is too large for a seed of its own
     assert len({lp.request_seed(run, 1) for run in (0, 2**64, 2**70, -(2**70))}) == 4
     assert len({lp.request_seed(1, request) for request in (0, 2**64, 2**70, -(2**70))}) == 4
+    long = [10**5000, -(10**5000), 10**5000 + 1]
+    assert len({lp.request_seed(*pair) for x in long for pair in ((1, x), (x, 1))}) == 6
+    assert (
+        lp.request_seed(1, 10**4000) == lp.request_seed(1, int("1" + "0" * 4000)) != lp.request_seed(1, str(10**4000))
+    )
+    assert lp.request_seed(1, "\ud800") != lp.request_seed(1, "?")
     for run, request in ((None, 1), (1.0, 1), ("1", 1), (True, 1), (1, None), (1, 1.0), (1, True), (1, b"1")):
         with pytest.raises(ContractError, match="request_seed got r"):
             lp.request_seed(run, request)

@@ -1,17 +1,23 @@
 """What is compared with what: sampling semantics and what strict mode refuses."""
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 
 from rl_contract import ContractError
 from rl_logprob import (
     SamplingSemantics,
+    SupportIds,
     check_sampling_semantics,
     linear_logprob,
     padded_vocab_size,
     rollout_metrics,
+    sampling_support,
     selected_logprob,
 )
+from rl_logprob.checks import fp32, usable_temperature
 
 
 @pytest.mark.field_report("R01", "R07")
@@ -66,10 +72,67 @@ def test_supported_parameters_give_their_semantics(off):
     assert got.to_dict()["penalties"] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-39, 1e300, float("inf"), float("nan")])
 def test_temperature_out_of_range_is_refused(temperature):
-    with pytest.raises(ContractError, match="temperature="):
+    with pytest.raises(ContractError, match=r"temperature=.*; supported: positive and finite, at least 1\.18e-38"):
         check_sampling_semantics(temperature=temperature)
+    assert not usable_temperature(temperature)
+
+
+def test_every_place_takes_the_same_temperatures():
+    """One predicate for numbers and tensors: what semantics take is what scoring takes, of what rounds to it, too."""
+    tiny, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    x, t = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
+    for value, good in (
+        (tiny, True), (tiny * (1 - 2**-26), True), (tiny * (1 - 2**-22), False), (most, True), (1, True),
+        (most * (1 + 2**-26), True), (most * (1 + 2**-22), False), (10**30, True), (np.float16(0.5), True),
+    ):  # fmt: skip
+        assert usable_temperature(value) is good
+        assert usable_temperature(torch.tensor([fp32(value)])).tolist() == [good]
+        for call in (
+            lambda v: check_sampling_semantics(temperature=v),
+            lambda v: selected_logprob(x, t, vocab_size=8, temperature=v),
+        ):
+            with contextlib.nullcontext() if good else pytest.raises(ContractError, match="temperature"):
+                call(value)
+
+
+LONG = 10**5000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, t, n: selected_logprob(x, t, vocab_size=8, temperature=n),
+        lambda x, t, n: selected_logprob(x, t, vocab_size=n),
+        lambda x, t, n: selected_logprob(x, t, vocab_size=8, vocab_tile=n),
+        lambda x, t, n: selected_logprob(x, t, vocab_size=8, nonfinite=n),
+        lambda x, t, n: linear_logprob(x, x, t, vocab_size=2, vocab_tile=2, leaves=n),
+        lambda x, t, n: linear_logprob(x, x, t, vocab_size=2, vocab_tile=2, leaves=abs(n) // 10**5000 << 20_000),
+        lambda x, t, n: linear_logprob(x, x, t, vocab_size=2, vocab_tile=2, keep_logits=-abs(n)),
+        lambda x, t, n: sampling_support(x, vocab_size=8, top_k=n),
+        lambda x, t, n: sampling_support(x, vocab_size=8, top_p=n),
+        lambda x, t, n: SupportIds.from_lists([[n]]),
+        lambda x, t, n: padded_vocab_size(8, -abs(n)),
+        lambda x, t, n: check_sampling_semantics(temperature=n),
+        lambda x, t, n: check_sampling_semantics(top_k=abs(n)),
+        lambda x, t, n: check_sampling_semantics(min_p=n),
+        lambda x, t, n: check_sampling_semantics(repetition_penalty=n),
+        lambda x, t, n: SamplingSemantics(mode=n),
+    ],
+)
+@pytest.mark.parametrize("number", [LONG, -LONG], ids=["above", "below"])
+def test_an_integer_that_python_does_not_write_is_refused_by_name(call, number):
+    x, t = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ContractError, match=r"an integer of [0-9]+ bits|a tuple") as told:
+        call(x, t, number)
+    assert len(str(told.value)) < 400
+
+
+def test_a_long_number_is_shown_in_part():
+    x, t = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ContractError, match=r"temperature=10{79}; needs a number that fp32 holds"):
+        selected_logprob(x, t, vocab_size=8, temperature=10**400)
 
 
 def test_unknown_mode_is_refused():

@@ -293,8 +293,10 @@ def body_nonfinite():
     found = state(logits, torch.empty(0))
     assert torch.isnan(found).all(1).tolist() == [True, True, True, False, False]
     assert not torch.isnan(found[3:]).any()
-    temp = torch.tensor([1.0, 0.0, -1.0, torch.inf, 2.0])
-    assert torch.isnan(state(torch.randn(5, 300), temp)).all(1).tolist() == [False, True, True, True, False]
+    tiny = torch.finfo(torch.float32).tiny
+    temp = torch.tensor([1.0, 0.0, -1.0, torch.inf, 2.0, 0.9 * tiny, tiny])
+    bad = [False, True, True, True, False, True, False]
+    assert torch.isnan(state(torch.zeros(7, 300), temp)).all(1).tolist() == bad
 
 
 def body_sampler():

@@ -43,7 +43,7 @@ def body_draw():
         assert (mine.logprobs - got.logprobs).abs().max() < 2e-6
         assert int(count) == 0
     # rows 0 to 2 are bad by their logits, those from 6 on by their temperature or their kind; on both devices
-    temps = [0.0, -0.0, -1.0, -torch.inf, torch.inf, torch.nan]
+    temps = [0.0, 1e-39, -1.0, -torch.inf, torch.inf, torch.nan]
     odd = [7, -2, 2, 2**40, -(2**40), 2**32]
     kinds = torch.tensor([0, 1, 0, 1, 0, -1] + [0] * 6 + [1] * 6 + odd + [-1])
     temp = torch.tensor([1.0, 1.0, 0.7, 1.0, 0.5, 1.0, *temps, *temps, *[1.0] * 6, torch.nan])

@@ -7,15 +7,37 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError, MissingSupport
-from rl_contract.checks import tensor_problem, whole_number
+from rl_contract.checks import shown, tensor_problem, whole_number
 from rl_logprob.contract import MAX_VOCAB_TILE
 
-_FP32_MAX, _FP32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+# the smallest number of which fp32 has all bits
+FP32_TINY = torch.finfo(torch.float32).tiny
+# the largest integer that fp64 has, and hence a number that can be divided by, lies below
+_MOST = 1 << 1023
+# of a vocabulary, whose ids are int64
+_MOST_IDS = (1 << 63) - 1
 
 
 def number(value: Any) -> bool:
-    """A Python or NumPy number, NaN and infinity among them; True is none."""
-    return whole_number(value) or isinstance(value, (float, np.floating))
+    """A Python or NumPy number that fp64 holds, NaN and infinity among them; True is none."""
+    return isinstance(value, (float, np.floating)) or (whole_number(value) and -_MOST <= int(value) <= _MOST)
+
+
+def usable_temperature(value: Any) -> Any:
+    """Whether logits can be divided by this: positive and finite, and not so small that fp32 has not all of its bits.
+
+    Args:
+        value: a tensor fp32, which is answered by a tensor of bool, or a number, of which fp32 is asked.
+    """
+    if not isinstance(value, Tensor):
+        value = fp32(value)
+    return (value >= FP32_TINY) & (value < float("inf"))
+
+
+def fp32(value: Any) -> float:
+    """The number rounded to fp32, infinite beyond it."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(float(value)))
 
 
 def padded_vocab_size(vocab_size: int, vocab_tile: int = 512, max_world: int = 8) -> int:
@@ -26,8 +48,8 @@ def padded_vocab_size(vocab_size: int, vocab_tile: int = 512, max_world: int = 8
     given = (vocab_size, vocab_tile, max_world)
     if not all(map(whole_number, given)) or min(given) < 1:
         raise ContractError(
-            f"padded_vocab_size got vocab_size={vocab_size!r}, vocab_tile={vocab_tile!r}, max_world={max_world!r}; "
-            "all must be positive integers"
+            f"padded_vocab_size got vocab_size={shown(vocab_size)}, vocab_tile={shown(vocab_tile)}, "
+            f"max_world={shown(max_world)}; all must be positive integers"
         )
     step = vocab_tile * max_world
     return -(-vocab_size // step) * step
@@ -39,10 +61,10 @@ def real_rows(rows: int, rank: int, vocab_size: int) -> int:
 
 
 def check_vocab(vocab_size: int, vocab_tile: int) -> None:
-    if not whole_number(vocab_size) or vocab_size < 1:
-        raise ContractError(f"vocab_size={vocab_size!r}; supported: a positive integer, the tokenizer's real size")
+    if not whole_number(vocab_size) or not 1 <= vocab_size <= _MOST_IDS:
+        raise ContractError(f"vocab_size={shown(vocab_size)}; supported: a positive integer, the tokenizer's real size")
     if not whole_number(vocab_tile) or not 1 <= vocab_tile <= MAX_VOCAB_TILE:
-        raise ContractError(f"vocab_tile={vocab_tile!r}; supported: 1..{MAX_VOCAB_TILE}")
+        raise ContractError(f"vocab_tile={shown(vocab_tile)}; supported: 1..{MAX_VOCAB_TILE}")
 
 
 def check_logits(logits: Tensor, vocab_size: int) -> None:
@@ -109,40 +131,40 @@ def row_temperature(temperature: float | Tensor, rows: int, device: torch.device
     else:
         real = number(temperature)
     if not real:
-        raise ContractError(f"temperature={temperature!r}; needs a number or float32 [{rows}]")
+        raise ContractError(f"temperature={shown(temperature)}; needs a number that fp32 holds, or float32 [{rows}]")
     # what an engine asks for at every step; no tensor is made to see that 1 is positive
     if gpu and not isinstance(temperature, Tensor) and temperature == 1.0:
         return torch.empty(0, dtype=torch.float32, device=device)
-    given = float(temperature) if isinstance(temperature, Tensor) else temperature
-    if _FP32_MAX < abs(given) < float("inf"):
-        raise ContractError(f"temperature={temperature!r}; needs a number that fp32 holds, or float32 [{rows}]")
+    given = float(temperature)
+    value = fp32(given)
+    if abs(value) == float("inf") != abs(given):
+        raise ContractError(f"temperature={shown(temperature)}; needs a number that fp32 holds, or float32 [{rows}]")
     # an empty batch still refuses a meaningless temperature
-    one = torch.full((1,), float(given), dtype=torch.float32)
+    one = torch.full((1,), value, dtype=torch.float32)
     if not gpu:
         refuse_temperature(one)
         return one.expand(rows).contiguous()
-    value = float(one)
-    if not _FP32_TINY <= value < float("inf"):
+    if not usable_temperature(value):
         refuse_temperature(one)
     return torch.full((0 if value == 1.0 else rows,), value, dtype=torch.float32, device=device)
 
 
 def said_temperature(given: float | Tensor, rows: Tensor) -> float | Tensor:
     """What ranks compare of a temperature whose ``row_temperature`` is ``rows``: one number where that is known."""
-    if not rows.is_cuda:
-        return float(rows[0]) if len(rows) and bool((rows == rows[0]).all()) else rows
-    if isinstance(given, Tensor) and (given.is_cuda or given.dim()):
-        return rows
-    return float(np.float32(float(given)))
+    if not isinstance(given, Tensor) or not (given.is_cuda or given.dim()):
+        # also of no rows
+        return fp32(given)
+    alike = not rows.is_cuda and len(rows) and bool((rows == rows[0]).all())
+    return float(rows[0]) if alike else rows
 
 
 def refuse_temperature(value: Tensor) -> None:
     """Raise if a temperature is not positive and finite, or so small that fp32 has not all of its bits."""
-    bad = ~((value >= _FP32_TINY) & torch.isfinite(value))
+    bad = ~usable_temperature(value)
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ContractError(
-            f"temperature {float(value[row])} in row {row}; supported: positive and finite, at least {_FP32_TINY:.3g}; "
+            f"temperature {float(value[row])} in row {row}; supported: positive and finite, at least {FP32_TINY:.3g}; "
             "score greedy tokens at temperature 1, which is also what the trainer must use then"
         )
 

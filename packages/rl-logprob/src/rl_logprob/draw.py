@@ -10,7 +10,7 @@ from rl_contract.communicator import gather_said, refuse, said_of
 from rl_contract.memory import reach
 from rl_contract.tokens import check_peers
 from rl_logprob import gpu, ops
-from rl_logprob.checks import check_logits, check_tensor, check_vocab
+from rl_logprob.checks import check_logits, check_tensor, check_vocab, usable_temperature
 from rl_logprob.contract import GPU_TILE
 from rl_logprob.sampling import sample_op
 
@@ -47,7 +47,7 @@ def draw_scored(
         logits: fp32 [T, at least vocab_size]; columns from ``vocab_size`` on take no part. With ``comm``, this rank's
             [T, C]: column j of rank r is id r C + j, and ranks have at least ``vocab_size`` columns together.
         seeds, positions: int64 [T], as for ``gumbel_sample``.
-        temperature: fp32 [T], positive and finite; 1 for a greedy row. Any other makes its row bad.
+        temperature: fp32 [T], positive and finite, at least 1.18e-38; 1 for a greedy row. Any other makes its row bad.
         kinds: int64 [T]: ``DRAWN``, ``GREEDY``, or ``PADDING`` for a row whose results mean nothing. Any other makes
             its row bad.
         vocab_tile: ids per tile; belongs to the contract.
@@ -58,8 +58,8 @@ def draw_scored(
             one rank that holds all columns. On a GPU 48 bytes a row cross ranks, and 512 where they share a tile. Where
             it compares what ranks say (as ``TreeCommunicator`` does, in the call that is made anyway), those that give
             another ``vocab_size``, ``vocab_tile`` or number of rows or columns are refused, and on a CPU other seeds,
-            positions, temperatures or kinds. Not compared: tensors on a GPU, which nothing looks at, and the calls of
-            a replayed graph.
+            positions, temperatures or kinds. Not compared: tensors on a GPU, which nothing looks at, the calls of a
+            replayed graph, and between hosts with NCCL all but a shape's first call.
 
     Raises:
         ContractError: types, shapes, devices or memory; on every rank, ranks that were given different values of what
@@ -121,7 +121,7 @@ def _draw_scored(
         return
     found = unpack(out, rows)
     # a temperature of NaN makes a row bad, as it does on a GPU
-    usable = (temperature > 0) & (temperature < torch.inf) & (kinds >= PADDING) & (kinds <= GREEDY)
+    usable = usable_temperature(temperature) & (kinds >= PADDING) & (kinds <= GREEDY)
     temperature = torch.where(usable, temperature, torch.nan)
     best = sample_op(logits, seeds, positions, temperature, vocab_size, True)
     chosen = torch.where(kinds == DRAWN, sample_op(logits, seeds, positions, temperature, vocab_size, False), best)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import Communicator, ContractError, SingleRank, TokenShards
-from rl_contract.checks import whole_number
+from rl_contract.checks import require_tensor, shown, whole_number
 from rl_contract.communicator import refuse, said_of
 from rl_contract.gradients import apart
 from rl_contract.tokens import check_peers
@@ -109,9 +109,9 @@ def linear_logprob(
         vocab_tile: ids per tile; belongs to the contract.
         comm: the t ranks that share the vocabulary; ``None`` is a world of one. Where it compares what ranks say (as
             ``TreeCommunicator`` does, in the call that is made anyway), those that give another ``vocab_size``,
-            ``vocab_tile``, ``leaves``, ``return_entropy``, number of rows, type or temperature are refused, and on a
-            CPU other targets or another support. Not compared: hidden itself, tensors on a GPU, and anything inside
-            of what a compiler has traced.
+            ``vocab_tile``, ``leaves``, ``return_entropy``, ``nonfinite``, number of rows, type or temperature are
+            refused, and on a CPU other targets or another support. Not compared: hidden itself, tensors on a GPU,
+            anything inside of what a compiler has traced, and between hosts with NCCL all but a shape's first call.
         leaves: G of the tree over the padded vocabulary in hidden's gradient; a power of two, a multiple of t.
         return_entropy: also return the entropy of each row, in nats.
         nonfinite: ``"raise"``, which on a GPU waits for the device once, or ``"nan"``, which never does: a row that
@@ -144,13 +144,15 @@ def linear_logprob(
         _check(hidden, weight, vocab_size, vocab_tile, comm.world_size, leaves)
         check_targets(targets, len(hidden), vocab_size)
         if nonfinite not in ("raise", "nan"):
-            raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
+            raise ContractError(f"nonfinite={shown(nonfinite)}; supported: 'raise', or 'nan' to give such rows NaN")
         if hidden.is_cuda:
             gpu.check(hidden, weight, vocab_tile)
         temp = row_temperature(temperature, len(hidden), hidden.device)
         targets = targets.to(hidden.device, torch.int64).contiguous()
         if keep_logits != "auto" and (not whole_number(keep_logits) or keep_logits < 0):
-            raise ContractError(f"keep_logits={keep_logits!r}; supported: a number of bytes, 0 to keep none, or 'auto'")
+            raise ContractError(
+                f"keep_logits={shown(keep_logits)}; supported: a number of bytes, 0 to keep none, or 'auto'"
+            )
         check_support(support, len(hidden), hidden.device, vocab_size, temperature)
         if tokens is not None and isinstance(support, SupportIds):
             raise ContractError(
@@ -168,8 +170,9 @@ def linear_logprob(
         if comm.world_size > 1:
             said = said_of(
                 "linear_logprob", vocab_size=vocab_size, vocab_tile=vocab_tile, leaves=leaves,
-                temperature=said_temperature(temperature, temp), return_entropy=bool(return_entropy), targets=targets,
-                hidden=hidden.dtype, H=hidden.shape[1], weight=weight.dtype, rows=len(weight), **said_support(support),
+                temperature=said_temperature(temperature, temp), return_entropy=bool(return_entropy),
+                nonfinite=nonfinite, targets=targets, hidden=hidden.dtype, H=hidden.shape[1], weight=weight.dtype,
+                rows=len(weight), **said_support(support),
             )  # fmt: skip
         given = (
             hidden, weight, targets, temp, comm, vocab_size, vocab_tile, leaves, return_entropy, strict, room, support,
@@ -205,10 +208,10 @@ def _check(hidden: Tensor, weight: Tensor, vocab_size: int, vocab_tile: int, wor
     if rows * world < vocab_size:
         raise ContractError(f"{world} shards of {rows} rows do not hold vocab_size={vocab_size}; {remedy}")
     if not whole_number(leaves) or leaves < 1 or leaves & (leaves - 1) or leaves % world:
-        raise ContractError(f"leaves={leaves!r} on {world} ranks; supported: a power of two that {world} divides")
+        raise ContractError(f"leaves={shown(leaves)} on {world} ranks; supported: a power of two that {world} divides")
     if rows % (leaves // world * vocab_tile):
         raise ContractError(
-            f"leaves={leaves} cut {rows * world} ids into parts of {rows * world / leaves:g}; "
+            f"leaves={shown(leaves)} cut {rows * world} ids into parts of {rows * world / leaves:g}; "
             f"supported: whole tiles of {vocab_tile}; {remedy}"
         )
 
@@ -269,6 +272,10 @@ class _LinearLogprob(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         try:
             hidden, weight, targets, temperature, state = ctx.saved_tensors
+            held = {"hidden": hidden, "weight": weight, "targets": targets, "temperature": temperature, "state": state}
+            for name, x in (held | said_support(ctx.support)).items():
+                if x is not None:
+                    require_tensor("linear_logprob's backward", name, x)
             needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
             if not ctx.with_entropy:
                 dentropy = dlogp.new_empty(0)

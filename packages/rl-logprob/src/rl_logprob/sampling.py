@@ -8,6 +8,7 @@ other id's noise and no state takes part.
 import hashlib
 import math
 import re
+from decimal import Decimal
 
 import numba as nb
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rl_contract import ContractError, Launch, record_launch
 from rl_contract.arrays import as_array
-from rl_contract.checks import whole_number
+from rl_contract.checks import shown, whole_number
 from rl_contract.jit import kernel
 from rl_contract.opaque import opaque_op
 from rl_contract.primitives import log_f64
@@ -181,6 +182,11 @@ def greedy_sample(logits: Tensor, *, vocab_size: int) -> Tensor:
     return _sample(logits, zeros, zeros, vocab_size, 1.0, greedy=True)
 
 
+def _decimal(whole: int) -> str:
+    """As ``str``, which Python refuses to a long integer."""
+    return str(Decimal(int(whole)))
+
+
 def request_seed(run_seed: int, request: str | int) -> int:
     """A signed 64-bit seed for one request of a run: the first eight bytes of sha256 of both.
 
@@ -190,11 +196,11 @@ def request_seed(run_seed: int, request: str | int) -> int:
         ContractError: a run seed that is no integer, or a request that is neither an integer nor a text.
     """
     if not whole_number(run_seed):
-        raise ContractError(f"request_seed got run_seed={run_seed!r}; supported: an integer; convert it")
+        raise ContractError(f"request_seed got run_seed={shown(run_seed)}; supported: an integer; convert it")
     if not whole_number(request) and not isinstance(request, str):
-        raise ContractError(f"request_seed got request={request!r}; supported: an integer or a text; convert it")
+        raise ContractError(f"request_seed got request={shown(request)}; supported: an integer or a text; convert it")
     # a text that could be taken for an integer, or for a text so marked, is marked
     marked = isinstance(request, str) and re.fullmatch('0|-?[1-9][0-9]*|".*', request, re.DOTALL)
-    name = f'"{request}' if marked else f"{request}"
-    digest = hashlib.sha256(f"{run_seed}\n{name}".encode()).digest()
+    name = f'"{request}' if marked else f"{request}" if isinstance(request, str) else _decimal(request)
+    digest = hashlib.sha256(f"{_decimal(run_seed)}\n{name}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little", signed=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError
+from rl_contract.checks import shown
 from rl_logprob import ops, ops_gpu
 from rl_logprob.checks import (
     check_logits,
@@ -28,7 +29,7 @@ def _state(
     check_vocab(vocab_size, vocab_tile)
     check_logits(logits, vocab_size)
     if nonfinite not in ("raise", "nan"):
-        raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
+        raise ContractError(f"nonfinite={shown(nonfinite)}; supported: 'raise', or 'nan' to give such rows NaN")
     temp = row_temperature(temperature, len(logits), logits.device)
     logits = logits.detach() if logits.is_cuda else logits.detach().contiguous()
     logits, key = masked_logits(logits, support, vocab_size, goal, temperature)
@@ -120,7 +121,7 @@ def selected_logprob(
         MissingSupport: a device without kernels.
     """
     if nonfinite not in ("raise", "nan"):
-        raise ContractError(f"nonfinite={nonfinite!r}; supported: 'raise', or 'nan' to give such rows NaN")
+        raise ContractError(f"nonfinite={shown(nonfinite)}; supported: 'raise', or 'nan' to give such rows NaN")
     check_vocab(vocab_size, vocab_tile)
     check_logits(logits, vocab_size)
     check_targets(targets, len(logits), vocab_size)

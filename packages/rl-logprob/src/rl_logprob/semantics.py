@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rl_contract import ContractError
-from rl_contract.checks import whole_number
-from rl_logprob.checks import number
+from rl_contract.checks import shown, whole_number
+from rl_logprob.checks import FP32_TINY, number, usable_temperature
 
 MODES = ("processed", "raw")
 
@@ -33,17 +33,17 @@ class SamplingSemantics:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ContractError(f"mode={self.mode!r}; supported: {MODES}")
+            raise ContractError(f"mode={shown(self.mode)}; supported: {MODES}")
         for name in ("temperature", "top_p", "min_p"):
             if not number(getattr(self, name)):
-                raise ContractError(f"{name}={getattr(self, name)!r}; supported: a number")
+                raise ContractError(f"{name}={shown(getattr(self, name))}; supported: a number")
         if not whole_number(self.top_k):
-            raise ContractError(f"top_k={self.top_k!r}; supported: an integer, 0 or -1 for off")
+            raise ContractError(f"top_k={shown(self.top_k)}; supported: an integer, 0 or -1 for off")
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         penalties = self.penalties
         if not isinstance(penalties, (tuple, list)) or len(penalties) != 3 or not all(map(number, penalties)):
             raise ContractError(
-                f"penalties={penalties!r}; supported: three numbers, repetition, presence and frequency penalty; "
+                f"penalties={shown(penalties)}; supported: three numbers, repetition, presence and frequency penalty; "
                 "(1.0, 0.0, 0.0) is off"
             )
         repetition, presence, frequency = penalties
@@ -63,7 +63,7 @@ class SamplingSemantics:
     def differences(self, other: "SamplingSemantics") -> list[str]:
         """Names of the fields that differ, with both values."""
         mine, theirs = self.to_dict(), other.to_dict()
-        return [f"{k}: {mine[k]!r} != {theirs[k]!r}" for k in mine if mine[k] != theirs[k]]
+        return [f"{k}: {shown(mine[k])} != {shown(theirs[k])}" for k in mine if mine[k] != theirs[k]]
 
     def require_same(self, other: "SamplingSemantics") -> None:
         """Raise ContractError listing every difference."""
@@ -77,10 +77,10 @@ class SamplingSemantics:
     def violations(self) -> list[str]:
         """Everything strict mode refuses in these semantics; empty when a trainer can score the same distribution."""
         found = []
-        if not (0 < self.temperature < float("inf")):
+        if not usable_temperature(self.temperature):
             found.append(
-                f"temperature={self.temperature}; supported: positive and finite (greedy decoding samples from no "
-                "distribution a policy gradient could use)"
+                f"temperature={shown(self.temperature)}; supported: positive and finite, at least {FP32_TINY:.3g}, and "
+                "of fp32 (greedy decoding samples from no distribution a policy gradient could use)"
             )
         elif self.mode == "raw" and self.temperature != 1:
             found.append(
@@ -88,15 +88,19 @@ class SamplingSemantics:
                 "could agree while tokens come from another distribution"
             )
         if self.top_p != 1:
-            found.append(f"top_p={self.top_p}; supported: 1.0, since no support is stored for the trainer to replay")
+            found.append(
+                f"top_p={shown(self.top_p)}; supported: 1.0, since no support is stored for the trainer to replay"
+            )
         if self.top_k != 0:
-            found.append(f"top_k={self.top_k}; supported: off (0 or -1), for the same reason")
+            found.append(f"top_k={shown(self.top_k)}; supported: off (0 or -1), for the same reason")
         if self.min_p != 0:
-            found.append(f"min_p={self.min_p}; supported: 0.0, for the same reason")
+            found.append(f"min_p={shown(self.min_p)}; supported: 0.0, for the same reason")
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for name, value, off in zip(names, self.penalties, (1.0, 0.0, 0.0)):
             if value != off:
-                found.append(f"{name}={value}; supported: {off}, since it makes logits depend on the sampled text")
+                found.append(
+                    f"{name}={shown(value)}; supported: {off}, since it makes logits depend on the sampled text"
+                )
         return found
 
 

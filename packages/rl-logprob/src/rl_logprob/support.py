@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_contract import ContractError
-from rl_contract.checks import whole_number
+from rl_contract.checks import shown, whole_number
 from rl_logprob import ops
 from rl_logprob.checks import check_logits, check_tensor, check_vocab, number, row_temperature
 from rl_logprob.contract import SUPPORT_MAX_VOCAB
@@ -181,10 +181,10 @@ Support = SupportKey | SupportIds
 def _listed(row: Any, at: int) -> list[int]:
     ids = row.tolist() if isinstance(row, (Tensor, np.ndarray)) else row
     if not isinstance(ids, Sequence) or isinstance(ids, str):
-        raise ContractError(f"row {at} of the kept ids is {row!r}; supported: a sequence of integers")
+        raise ContractError(f"row {at} of the kept ids is {shown(row)}; supported: a sequence of integers")
     for i in ids:
         if not whole_number(i) or not 0 <= i < 2**31:
-            raise ContractError(f"row {at} lists the id {i!r}; supported: integers from 0 to 2**31 - 1")
+            raise ContractError(f"row {at} lists the id {shown(i)}; supported: integers from 0 to 2**31 - 1")
     return list(ids)
 
 
@@ -322,8 +322,9 @@ def _rows_of(name: str, value: float | Tensor, rows: int, logits: Tensor, dtype:
         if not value.is_cuda:
             _refuse(name, value)
         return value.to(logits.device, dtype).contiguous()
-    if not (whole_number(value) if whole else number(value)):
-        raise ContractError(f"{name}={value!r}; needs {'an integer' if whole else 'a number'}, or a tensor [{rows}]")
+    if not (whole_number(value) and -(1 << 63) <= int(value) < 1 << 63 if whole else number(value)):
+        needed = "an integer of 64 bits" if whole else "a number"
+        raise ContractError(f"{name}={shown(value)}; needs {needed}, or a tensor [{rows}]")
     one = torch.tensor([value], dtype=dtype)
     _refuse(name, one)
     return torch.full((rows,), one.item(), dtype=dtype, device=logits.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_logprob.triton_sample import _GOLDEN, _mix
 from rl_logprob.triton_scores import _log_total, _logp, _rows_sums, _rows_top
-from rl_logprob.triton_tiles import STAT_TILE, log_f64, tile_sums
+from rl_logprob.triton_tiles import STAT_TILE, TINY, log_f64, tile_sums
 
 TILES = 8
 BLOCK = TILES * STAT_TILE
@@ -25,7 +25,7 @@ _PROGRAMS = 1024
 def temperature_of(temperature, row, kind):
     """NaN, which makes a row bad, for what is no temperature and for a kind that there is not."""
     t = tl.load(temperature + row)
-    return tl.where((t > 0.0) & (t < float("inf")) & (kind >= -1) & (kind <= 1), t, float("nan"))
+    return tl.where((t >= TINY) & (t < float("inf")) & (kind >= -1) & (kind <= 1), t, float("nan"))
 
 
 @triton.jit

@@ -11,6 +11,8 @@ import triton.language as tl
 
 # ids in a tile: a constant of the contract, and what one block of columns holds
 STAT_TILE = 128
+# the smallest temperature: fp32 has not all bits of what is smaller
+TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
@@ -93,11 +95,11 @@ def log_f64(x):
 
 @triton.jit
 def row_temperature(temperature, rows, row_mask, UNIT: tl.constexpr):
-    """fp32 temperature of each row; NaN where it is not positive and finite, which makes the row NaN."""
+    """fp32 temperature of each row; NaN where it is not positive, finite and normal, which makes the row NaN."""
     if UNIT:
         return tl.full(rows.shape, 1.0, tl.float32)
     t = tl.load(temperature + rows, mask=row_mask, other=1.0)
-    return tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    return tl.where((t >= TINY) & (t < float("inf")), t, float("nan"))
 
 
 @triton.jit
