@@ -1,6 +1,7 @@
 """Models, samples, cuts and optimizers that are refused, each by name and before anything is built."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -226,9 +227,14 @@ def test_batch_for_another_cp_or_temperature_zero_is_refused(one_rank: None, tin
     samples = tiny.tiny_samples(97, ((3, 5), (17, 33)))
     with pytest.raises(ContractError, match="cp=2"):
         logprobs(model, pack(samples, cp=2))
-    for temperature in (0.0, -1.0, math.inf, math.nan, True, "1"):
-        with pytest.raises(ContractError, match=f"temperature={temperature!r}, supported: a finite number above 0"):
+    for temperature in (0.0, -1.0, 1e-39, 1e300, math.inf, math.nan, True, "1"):
+        with pytest.raises(
+            ContractError, match=re.escape(f"temperature={temperature!r}, supported: a finite number ab")
+        ):
             logprobs(model, pack(samples), temperature=temperature)  # type: ignore[arg-type]
+    for long, said in ((10**5000, "an integer of 16610 bits"), (10**400, "1" + "0" * 79)):
+        with pytest.raises(ContractError, match=f"temperature={said}, supported: a finite number above 0"):
+            logprobs(model, pack(samples), temperature=long)
 
 
 def test_optimizer_settings_out_of_range_are_refused() -> None:

@@ -1,6 +1,5 @@
 """Log-probabilities of response tokens: one function for scoring and for training, so that both give the same bits."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,8 +10,10 @@ from torch import Tensor
 
 import rl_logprob
 from rl_contract import Communicator, ContractError
+from rl_contract.checks import shown
 from rl_contract.devices import to_device
 from rl_contract.shares import LaterShares
+from rl_logprob.checks import FP32_TINY, usable_temperature
 from rl_megatron import native, tokens, topology
 from rl_megatron.batch import PackedBatch, RankBatch, StrictPackedSeqParams
 from rl_megatron.checks import real
@@ -32,7 +33,7 @@ def logprobs(
         With ``with_entropy`` a second such list, without gradients, in nats.
 
     Raises:
-        ContractError: the batch was packed for another CP size, or the temperature is not positive.
+        ContractError: the batch was packed for another CP size, or the temperature is none that fp32 can divide by.
     """
     out = token_logprobs(model, batch, temperature=temperature, with_entropy=with_entropy)
     if with_entropy:
@@ -73,14 +74,12 @@ def token_logprobs(
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise ContractError unless it is a finite number above 0, also in fp32, in which logits are divided."""
-    if real(temperature):
-        with np.errstate(over="ignore"):
-            rounded = float(np.float32(temperature))
-        if 0 < rounded < math.inf:
-            return
+    """Raise ContractError unless it is a number that logits can be divided by: finite, and of all bits in fp32."""
+    if real(temperature) and usable_temperature(temperature):
+        return
     raise ContractError(
-        f"temperature={temperature!r}, supported: a finite number above 0 that fp32 holds; give the rollout's"
+        f"temperature={shown(temperature)}, supported: a finite number above 0 that fp32 holds, at least "
+        f"{FP32_TINY:.3g}; give the rollout's"
     )
 
 
