@@ -43,6 +43,8 @@ def test_bits_are_those_of_the_single_operators():
 @pytest.mark.parametrize("temperature", [0.0, -0.7, 1e-39, -float("inf"), float("inf"), float("nan")])
 def test_a_row_without_a_temperature_is_bad_and_changes_no_other(kind, temperature):
     given = batch()
+    # which are finite once divided by what is too small
+    given[0][4] = 0.0
     whole, _ = call(given)
     given[3][4], given[4][4] = temperature, kind
     found, bad = call(given)
