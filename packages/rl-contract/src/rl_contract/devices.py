@@ -28,8 +28,7 @@ def host_array(x: torch.Tensor) -> np.ndarray:
 
     Raises:
         ContractError: another device, a complex type or one that NumPy has no word for, a tensor whose memory was given
-            back, a lazily negated one, or what stands for a
-            tensor as a FakeTensor does.
+            back, a lazily negated one, or what stands for a tensor as a FakeTensor does.
     """
     return _shown(x, x.shape, None if x.is_contiguous() else x.stride())
 
